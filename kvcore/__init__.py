@@ -1,0 +1,1 @@
+"""kvcore: what a serving fleet does with its KV cache, decided without I/O, clock, thread or randomness."""

@@ -1,0 +1,80 @@
+"""Set algebra on runs: every function takes and returns sorted, disjoint, non-empty, non-adjacent runs.
+
+All are linear in the number of runs, never in the number of blocks.
+"""
+
+from collections.abc import Iterable
+
+from kvcore.types import Run, Runs
+
+
+def normalize(runs: Iterable[Run]) -> Runs:
+    """Runs covering the same blocks as `runs`, which may overlap, touch, be empty or come in any order."""
+    merged: list[Run] = []
+    for start, end in sorted(runs):
+        if start >= end:
+            continue
+        if merged and start <= merged[-1][1]:
+            last_start, last_end = merged[-1]
+            merged[-1] = (last_start, max(last_end, end))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def from_blocks(blocks: Iterable[int]) -> Runs:
+    """The runs that hold exactly the given block indices."""
+    return normalize((block, block + 1) for block in blocks)
+
+
+def num_blocks(runs: Runs) -> int:
+    """How many blocks the runs hold."""
+    return sum(end - start for start, end in runs)
+
+
+def covers(runs: Runs, run: Run) -> bool:
+    """Whether every block of `run` is in `runs`; an empty run is always covered."""
+    start, end = run
+    return start >= end or any(a <= start and end <= b for a, b in runs)
+
+
+def union(left: Runs, right: Runs) -> Runs:
+    """Blocks in either."""
+    if not left or not right:
+        return left or right
+    return normalize((*left, *right))
+
+
+def intersect(left: Runs, right: Runs) -> Runs:
+    """Blocks in both."""
+    common: list[Run] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            common.append((start, end))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(common)
+
+
+def subtract(left: Runs, right: Runs) -> Runs:
+    """Blocks of `left` that are not in `right`."""
+    if not right or not left:
+        return left
+    rest: list[Run] = []
+    j = 0
+    for start, end in left:
+        while j < len(right) and right[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(right) and right[k][0] < end:
+            if start < right[k][0]:
+                rest.append((start, right[k][0]))
+            start = max(start, right[k][1])
+            k += 1
+        if start < end:
+            rest.append((start, end))
+    return tuple(rest)
