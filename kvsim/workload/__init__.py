@@ -1,0 +1,1 @@
+"""Workloads: recorded traces, one format per module, and generators; all of them give one columnar `Trace`."""
