@@ -9,7 +9,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 
 def shared_data(*parts: str) -> Path:
-    """Path below the shared data folder (KVTWIN_SHARED, else ../shared/data); skips the test, with the reason, when absent."""
+    """Path in the shared data folder (KVTWIN_SHARED, else ../shared, then data/); skips the test when it is absent."""
     root = Path(os.environ.get("KVTWIN_SHARED", PROJECT.parent / "shared")) / "data"
     path = root.joinpath(*parts)
     if not path.exists():
