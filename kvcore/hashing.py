@@ -7,7 +7,6 @@ so one hash names a block together with everything before it. All inputs are arg
 
 import hashlib
 import pickle
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +17,8 @@ import cbor2
 
 from kvcore.errors import require
 from kvcore.keys import BlockHash
+from kvcore.types import Run
+from kvcore.units import div_ceil
 
 DEFAULT_SEED = "vllm-none-hash"
 """vLLM's seed when PYTHONHASHSEED is not set; a set PYTHONHASHSEED is the seed, as text."""
@@ -94,18 +95,15 @@ def hash_blocks(
     counts once it is full. Raises InvalidArgument for `block_size` < 1.
     """
     require(block_size >= 1, "block_size", block_size, ">= 1")
-    first, end = len(hashed) * block_size, len(tokens) // block_size * block_size
+    run = first, end = len(hashed), len(tokens) // block_size
     if first >= end:
         return []
     digest = _DIGEST[algorithm]
     parent = hashed[-1] if hashed else none_hash(algorithm, seed)
-    fresh = tuple(tokens[first:end])
-    plain = extras == NO_EXTRAS
+    fresh = tuple(tokens[first * block_size : end * block_size])
     hashes: list[BlockHash] = []
-    for start in range(0, end - first, block_size):
-        block = fresh[start : start + block_size]
-        keys = None if plain else extra_keys(extras, first + start, first + start + block_size)
-        parent = digest((parent, block, keys))
+    for start, keys in zip(range(0, len(fresh), block_size), extra_keys(extras, block_size, run), strict=True):
+        parent = digest((parent, fresh[start : start + block_size], keys))
         hashes.append(parent)
     return hashes
 
@@ -115,34 +113,33 @@ def none_hash(algorithm: HashAlgorithm, seed: str = DEFAULT_SEED) -> BlockHash:
     return _DIGEST[algorithm](seed)
 
 
-def extra_keys(extras: Extras, start: int, end: int) -> tuple[ExtraKey, ...] | None:
-    """The tagged extra keys of the block of tokens [start, end), in vLLM's order; None when there are none.
+def extra_keys(extras: Extras, block_size: int, run: Run) -> list[tuple[ExtraKey, ...] | None]:
+    """Per block of `run`, its tagged extra keys in vLLM's order, or None when it has none.
 
-    An item counts in every block it touches, with its offset from the block's start (negative when it began
-    earlier). The salt is in the first block only: the chain carries it on.
+    The adapter is in every block. An item is in each block it touches, with its offset from the block's start
+    (negative when it began earlier). The salt is in block 0 only: the chain carries it on.
     """
-    keys: list[ExtraKey] = []
-    if extras.lora is not None:
-        keys.append(("lora", _copy(extras.lora.name), _copy(extras.lora.path)))
-    if extras.items:
-        keys.extend(("mm", _copy(item.identifier), item.offset - start) for item in _items_in(extras.items, start, end))
-    if extras.salt and start == 0:
-        keys.append(("cache_salt", _copy(extras.salt)))
+    first, end = run
+    if extras == NO_EXTRAS:
+        return [None] * (end - first)
+    lora: list[ExtraKey] = [("lora", _copy(extras.lora.name), _copy(extras.lora.path))] if extras.lora else []
+    keys = [lora.copy() for _ in range(first, end)]
+    for item in extras.items:
+        identifier, item_end = _copy(item.identifier), div_ceil(item.offset + item.length, block_size)
+        for block in range(max(first, item.offset // block_size), min(end, item_end)):
+            keys[block - first].append(("mm", identifier, item.offset - block * block_size))
+    if extras.salt and first == 0 < end:
+        keys[0].append(("cache_salt", _copy(extras.salt)))
     if extras.embeds is not None:
-        keys.append(("prompt_embeds", _embeds_digest(extras.embeds, start, end)))
-    return tuple(keys) or None
+        for block in range(first, end):
+            keys[block - first].append(("prompt_embeds", _embeds_digest(extras.embeds, block_size, block)))
+    return [tuple(block_keys) or None for block_keys in keys]
 
 
-def _items_in(items: tuple[MultiModal, ...], start: int, end: int) -> tuple[MultiModal, ...]:
-    lo = bisect_left(items, start + 1, key=lambda item: item.offset + item.length)
-    hi = bisect_left(items, end, lo, key=lambda item: item.offset)
-    return items[lo:hi]
-
-
-def _embeds_digest(embeds: PromptEmbeds, start: int, end: int) -> bytes:
+def _embeds_digest(embeds: PromptEmbeds, block_size: int, block: int) -> bytes:
     # Past the prompt the slice is short or empty; the tokens alone tell such blocks apart.
-    size = embeds.row_size_bytes
-    return hashlib.sha256(embeds.rows[start * size : end * size]).digest()
+    size_bytes = embeds.row_size_bytes * block_size
+    return hashlib.sha256(embeds.rows[block * size_bytes : (block + 1) * size_bytes]).digest()
 
 
 def _copy(text: str) -> str:

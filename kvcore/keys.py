@@ -15,7 +15,7 @@ BlockHash = NewType("BlockHash", bytes)
 Namespace = NewType("Namespace", str)
 """Writers and readers whose bytes mean the same; made by `namespace_digest`. ASCII letters and digits only."""
 
-NamespaceField: TypeAlias = "str | int | bool | None | Sequence[NamespaceField]"
+NamespaceField: TypeAlias = "str | int | bool | Sequence[NamespaceField] | None"
 
 _TEXT_FORM = re.compile(r"([0-9A-Za-z]+)-g(0|[1-9][0-9]*)-r(0|[1-9][0-9]*)-((?:[0-9a-f]{2})+)")
 
@@ -39,7 +39,7 @@ def format_key(key: BlockKey) -> str:
     Different keys give different texts. Raises InvalidArgument when a part cannot be written so.
     """
     namespace, group, rank, block_hash = key
-    require(namespace.isascii() and namespace.isalnum(), "namespace", namespace, "ASCII letters and digits, at least one")
+    require(namespace.isascii() and namespace.isalnum(), "namespace", namespace, "ASCII letters and digits")
     require(group >= 0 and rank >= 0, "(group, rank)", (group, rank), "both >= 0")
     require(block_hash, "block_hash", block_hash, "at least one byte")
     return f"{namespace}-g{group}-r{rank}-{block_hash.hex()}"
@@ -73,4 +73,5 @@ def _require_plain(name: str, value: object) -> None:
         for item in value:
             _require_plain(name, item)
         return
-    require(value is None or isinstance(value, str | int), f"fields[{name!r}]", value, "str, int, bool, None or a list of them")
+    plain = value is None or isinstance(value, str | int)
+    require(plain, f"fields[{name!r}]", value, "str, int, bool, None or a list of them")

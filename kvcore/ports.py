@@ -34,10 +34,12 @@ class BlockIndex(Protocol):
 
 
 class KVStore(Protocol[BufferT]):
-    """A shared pool of KV blocks. One outcome per key, in order; no call raises and none outlives its deadline.
+    """A shared pool of KV blocks. One outcome per key, in order; no call outlives its deadline, and none raises for
+    what the world does (only for a caller's mistake: a buffer too few).
 
-    `deadline_ns` is on the clock of the port's owner. A key's buffer is whatever the implementation moves bytes
-    from and to (memory for the in-memory store, address ranges for Mooncake).
+    `deadline_ns` is on the clock of the port's owner; a call that starts at or after it is TIMEOUT for every key. The
+    keys of one batch differ. A key's buffer is whatever the implementation moves bytes from and to (memory for the
+    in-memory store, address ranges for Mooncake); after any outcome of `get` but OK its content means nothing.
     """
 
     def exists(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[StoreOutcome]:
