@@ -1,0 +1,175 @@
+"""The numbers of models and devices, read from `models/*/*.toml`; each section says where its numbers come from.
+
+A wheel carries the folder as `kvsim/models`; a checkout has it as `models/` beside `kvsim/`.
+"""
+
+import datetime
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import Field
+
+from kvcore.errors import InvalidArgument
+from kvsim import toml
+from kvsim.toml import PositiveCount, Table
+
+Percent = Annotated[int, Field(gt=0, le=100)]
+
+
+class Sourced(Table):
+    """A section of numbers with their origin."""
+
+    source: Annotated[str, Field(min_length=1)]
+    date: datetime.date
+
+
+class Architecture(Sourced):
+    """A dense decoder-only transformer with grouped-query attention and a gated feed-forward layer."""
+
+    num_layers: PositiveCount
+    hidden_size: PositiveCount
+    intermediate_size: PositiveCount
+    num_heads: PositiveCount
+    num_kv_heads: PositiveCount
+    head_dim: PositiveCount
+    vocab_size: PositiveCount
+    max_model_len: PositiveCount
+
+
+class Weights(Sourced):
+    """The checkpoint."""
+
+    num_params: PositiveCount
+    dtype_bytes: PositiveCount
+
+
+class KVCacheFormat(Sourced):
+    """How one K or V element is kept."""
+
+    dtype_bytes: PositiveCount
+
+
+class LlmModel(Table):
+    """One language model."""
+
+    name: str
+    description: str
+    architecture: Architecture
+    weights: Weights
+    kv_cache: KVCacheFormat
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of all weights in GPU memory."""
+        return self.weights.num_params * self.weights.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token over all layers."""
+        arch = self.architecture
+        return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * self.kv_cache.dtype_bytes
+
+    @property
+    def num_attention_dims(self) -> int:
+        """Query dimensions summed over layers: multiply-adds of one product of attention per (query, key) pair."""
+        arch = self.architecture
+        return arch.num_layers * arch.num_heads * arch.head_dim
+
+    @property
+    def linear_params(self) -> int:
+        """Weights of the matrix products inside the layers: Q, K, V, O, gate, up, down. Norms are left out."""
+        arch = self.architecture
+        attention = 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim * arch.hidden_size
+        return arch.num_layers * (attention + 3 * arch.hidden_size * arch.intermediate_size)
+
+    @property
+    def lm_head_params(self) -> int:
+        """Weights of the output projection."""
+        return self.architecture.vocab_size * self.architecture.hidden_size
+
+
+class Compute(Sourced):
+    """Peak dense rates of one GPU."""
+
+    bf16_flops_per_s: PositiveCount
+    fp8_flops_per_s: PositiveCount
+
+
+class Memory(Sourced):
+    """HBM of one GPU."""
+
+    capacity_bytes: PositiveCount
+    bandwidth_bytes_per_s: PositiveCount
+
+
+class Network(Sourced):
+    """Links of one GPU, per direction."""
+
+    nvlink_bytes_per_s: PositiveCount
+    nic_bytes_per_s: PositiveCount
+    pcie_bytes_per_s: PositiveCount
+
+
+class Kernels(Sourced):
+    """What kernels reach of the peaks."""
+
+    prefill_flops_utilisation_percent: Percent
+    decode_flops_utilisation_percent: Percent
+    memory_utilisation_percent: Percent
+    small_op_latency_ns: PositiveCount
+
+
+class Device(Table):
+    """One GPU."""
+
+    name: str
+    description: str
+    compute: Compute
+    memory: Memory
+    network: Network
+    kernels: Kernels
+
+
+EntryT = TypeVar("EntryT", LlmModel, Device)
+
+
+def llm_model(name: str) -> LlmModel:
+    """The model of that name; raises InvalidArgument when there is none, InvalidToml when its file is wrong."""
+    return _load(LlmModel, "llm", name)
+
+
+def device(name: str) -> Device:
+    """The device of that name; raises InvalidArgument when there is none, InvalidToml when its file is wrong."""
+    return _load(Device, "devices", name)
+
+
+def llm_models() -> list[str]:
+    """Names of all models."""
+    return _names("llm")
+
+
+def devices() -> list[str]:
+    """Names of all devices."""
+    return _names("devices")
+
+
+def _load(table: type[EntryT], folder: str, name: str) -> EntryT:
+    known = _names(folder)
+    if name not in known:
+        raise InvalidArgument("name", name, f"one of {', '.join(known)}, or a new file models/{folder}/{name}.toml")
+    entry = toml.load(table, _root() / folder / f"{name}.toml")
+    if entry.name != name:
+        raise toml.InvalidToml(f"models/{folder}/{name}.toml", "name", entry.name, f"the file's own name, {name!r}")
+    return entry
+
+
+def _names(folder: str) -> list[str]:
+    paths = (_root() / folder).iterdir()
+    return sorted(path.name.removesuffix(".toml") for path in paths if path.name.endswith(".toml"))
+
+
+def _root() -> Traversable:
+    packaged = files("kvsim") / "models"
+    return packaged if packaged.is_dir() else Path(__file__).resolve().parent.parent / "models"

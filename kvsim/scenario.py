@@ -1,0 +1,264 @@
+"""The one configuration object of a simulation: a TOML file or a shipped name, plus `section.key=value` overrides."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from kvsim import catalog, toml
+from kvsim.catalog import Device, LlmModel
+from kvsim.clock import PS_PER_NS, PS_PER_US
+from kvsim.toml import Count, InvalidToml, PositiveCount, Table
+
+Ratio = Annotated[float, Field(ge=0, le=1)]
+PositiveRatio = Annotated[float, Field(gt=0, le=1)]
+
+
+class About(Table):
+    """What the scenario is."""
+
+    name: str
+    description: str
+    seed: Count = 0
+
+
+class ModelChoice(Table):
+    """A model of the catalogue."""
+
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        return _one_of(name, catalog.llm_models())
+
+
+class DeviceChoice(Table):
+    """A device of the catalogue."""
+
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        return _one_of(name, catalog.devices())
+
+
+class ClusterConfig(Table):
+    """Identical instances behind one router."""
+
+    instances: PositiveCount
+    gpus_per_instance: Literal[1] = 1
+    routing: Literal["round_robin"] = "round_robin"
+
+
+class EngineConfig(Table):
+    """One engine; names and defaults of vLLM's EngineArgs where it has them."""
+
+    block_size: PositiveCount = 16
+    max_num_seqs: PositiveCount = 1024
+    max_num_batched_tokens: PositiveCount = 8192
+    gpu_memory_utilization: PositiveRatio = 0.9
+    reserved_bytes: Count = 3_274_912_563
+    """GPU memory that is neither weights nor KV: activation peak 1.26 GiB + non-torch 1.79 GiB, as vLLM's profiling run
+    printed for an 8B Llama on one H100 (github.com/vllm-project/vllm/pull/10511, 2024-12-14)."""
+    num_gpu_blocks: PositiveCount | None = None
+    """Overrides the number derived from memory."""
+    watermark: Ratio = 0.0
+    """Share of the blocks kept free when a waiting request is admitted; vLLM's KVCacheManager(watermark=0.0)."""
+
+
+class PoolConfig(Table):
+    """The shared store; names and defaults of `mooncake_master` 0.3.13.post1 (0.3.7 had a TTL of 5,000 ms and 0.95)."""
+
+    segment_bytes_per_instance: PositiveCount
+    """Host memory each instance gives to the pool."""
+    lookup_rtt_us: Count = 200
+    lookup_per_key_ns: Count = 2_400
+    lookup_deadline_ms: PositiveCount = 100
+    """A lookup that takes longer is a miss."""
+    lease_ttl_ms: Count = 10_000
+    """`default_kv_lease_ttl`: an object found by a lookup is not evicted for this long."""
+    eviction_high_watermark_ratio: PositiveRatio = 0.9
+    eviction_ratio: PositiveRatio = 0.05
+    retention_interval: PositiveCount | None = None
+    """Tokens between stored boundaries of sparse groups; None stores every block."""
+
+    def lookup_ps(self, num_keys: int) -> int:
+        """How long the master takes to answer for `num_keys` keys."""
+        return self.lookup_rtt_us * PS_PER_US + self.lookup_per_key_ns * PS_PER_NS * num_keys
+
+
+class LinkConfig(Table):
+    """The path between one instance and the pool, per direction; concurrent transfers share it equally."""
+
+    latency_us: Count = 10
+    """Point-to-point latency of aiconfigurator 0.12.0 (p2p_latency of its system files)."""
+    bandwidth_bytes_per_s: PositiveCount = 9_878_424_780
+    """9.2 GiB/s, a vLLM instance's measured get from the Mooncake store (public notes of fork ivanium/vllm, PR 5, April
+    2026). The NIC's line rate is 50e9 per H100; the bare transfer engine has reached 23.75e9 per 400 Gb/s NIC."""
+    max_load_attempts: PositiveCount = 2
+    """After so many failed loads a request recomputes what it was promised."""
+
+
+class AgenticWorkload(Table):
+    """Sessions that all start at once and never shrink: turn t's prompt is all before it plus `turn_len` new tokens."""
+
+    generator: Literal["agentic"]
+    sessions: PositiveCount
+    turns: PositiveCount
+    common_len: Count
+    """Tokens all sessions share (system prompt and tools)."""
+    first_len: Count
+    """Tokens of a session's own first input, after the common ones."""
+    turn_len: PositiveCount
+    """New input tokens of each later turn, after the last answer."""
+    output_len: PositiveCount
+    delay_s: Annotated[float, Field(ge=0)] = 0.0
+    """Pause between an answer and the session's next turn."""
+
+
+class TraceWorkload(Table):
+    """A recorded trace; the format is sniffed by content when not given."""
+
+    trace: Annotated[str, Field(min_length=1)]
+    format: Literal["mooncake", "claude-code"] | None = None
+
+
+def _workload_kind(data: object) -> str:
+    is_trace = isinstance(data, TraceWorkload) or (isinstance(data, Mapping) and "trace" in data)
+    return "<trace>" if is_trace else "<agentic>"
+
+
+Workload = Annotated[
+    Annotated[AgenticWorkload, Tag("<agentic>")] | Annotated[TraceWorkload, Tag("<trace>")],
+    Discriminator(_workload_kind),
+]
+
+
+class Scenario(Table):
+    """Everything a run depends on. Sections are TOML tables; [pool] and [link] come together or not at all."""
+
+    scenario: About
+    model: ModelChoice
+    device: DeviceChoice
+    cluster: ClusterConfig
+    engine: EngineConfig = EngineConfig()
+    pool: PoolConfig | None = None
+    link: LinkConfig | None = None
+    workload: Workload
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Scenario":
+        if (self.pool is None) != (self.link is None):
+            raise ValueError("both [pool] and [link], or neither")
+        if self.num_gpu_blocks <= 0:
+            raise ValueError("weights and engine.reserved_bytes below device memory x engine.gpu_memory_utilization")
+        return self
+
+    @property
+    def llm(self) -> LlmModel:
+        """The chosen model."""
+        return catalog.llm_model(self.model.name)
+
+    @property
+    def gpu(self) -> Device:
+        """The chosen device."""
+        return catalog.device(self.device.name)
+
+    @property
+    def block_bytes(self) -> int:
+        """KV of one block over all layers."""
+        return self.llm.kv_bytes_per_token * self.engine.block_size
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """KV blocks of one instance: the override, else what weights and reserve leave of the memory it may use."""
+        if self.engine.num_gpu_blocks is not None:
+            return self.engine.num_gpu_blocks
+        usable_bytes = int(self.gpu.memory.capacity_bytes * Fraction(str(self.engine.gpu_memory_utilization)))
+        return (usable_bytes - self.llm.weight_bytes - self.engine.reserved_bytes) // self.block_bytes
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the cluster."""
+        return self.cluster.instances * self.cluster.gpus_per_instance
+
+    @property
+    def pool_capacity_bytes(self) -> int:
+        """Host memory of the whole pool; 0 without one."""
+        return 0 if self.pool is None else self.pool.segment_bytes_per_instance * self.cluster.instances
+
+
+def load(source: str, overrides: Iterable[str] = (), trace: TraceWorkload | None = None) -> Scenario:
+    """The scenario of a TOML file or a shipped name, after `section.key=value` overrides and with `trace` as its workload.
+
+    Raises InvalidToml, whose message is one line.
+    """
+    path = _path(source)
+    data = toml.read(path)
+    origin = path.name if path.name.removesuffix(".toml") == source else source
+    for override in overrides:
+        _apply(data, override)
+    if trace is not None:
+        data["workload"] = trace
+    return toml.validate(Scenario, data, origin)
+
+
+def scenarios() -> dict[str, str]:
+    """Name and description of every shipped scenario."""
+    return {name: load(name).scenario.description for name in _shipped_names()}
+
+
+def _path(source: str) -> Traversable:
+    if source in _shipped_names():
+        return _shipped() / f"{source}.toml"
+    if source.endswith(".toml") or Path(source).exists():
+        return Path(source)
+    raise InvalidToml(source, "", None, f"a .toml file or {_hint(source, _shipped_names())}")
+
+
+def _shipped() -> Traversable:
+    return files("kvsim") / "scenarios"
+
+
+def _shipped_names() -> list[str]:
+    names = (path.name for path in _shipped().iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    """Set one `section.key=value` in `data`; the value in TOML syntax, else taken as text."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise InvalidToml(f"--set {override}", "", None, "section.key=value")
+    for key in keys[:-1]:
+        data = data.setdefault(key, {})
+        if not isinstance(data, dict):
+            raise InvalidToml(f"--set {override}", "", None, f"a section, and {key} is a value")
+    data[keys[-1]] = _value(text.strip())
+
+
+def _value(text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _one_of(name: str, known: list[str]) -> str:
+    if name not in known:
+        raise ValueError(_hint(name, known))
+    return name
+
+
+def _hint(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"a known name; did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
