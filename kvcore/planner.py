@@ -31,7 +31,7 @@ class Planner:
         return _per_group(subtract, asked, self.held(local_hit_len))
 
     def hit(self, local_hit_len: int, num_tokens: int, present: GroupRuns) -> int:
-        """Tokens that engine (up to `local_hit_len`) and pool (`present`) hold together; never less than the local hit."""
+        """Tokens that engine (up to `local_hit_len`) and pool (`present`) hold together, at least the local hit."""
         together = _per_group(union, present, self.held(local_hit_len))
         return max(local_hit_len, hit_len(self.model, together, self.limit(num_tokens)))
 

@@ -209,18 +209,13 @@ class KVRequest:
         return self._resume(load, plus(common(failed, load.blocks), load.unproven))
 
     def computed(self, num_tokens: int) -> Store | None:
-        """The step being scheduled computes up to `num_tokens`; what it fills and is worth keeping is to be stored."""
+        """The step being scheduled computes up to `num_tokens`; the prompt blocks it fills are to be stored.
+
+        Blocks that end in generated tokens follow in one plan when the request finishes: until then only this engine
+        can use them, and it has them.
+        """
         self._expect("computed")
-        if num_tokens <= self._saved_len:
-            return None
-        blocks = self.planner.store(self._saved_len, num_tokens, self.num_prompt_tokens)
-        self._saved_len = num_tokens
-        if not any(blocks):
-            return None
-        store = Store(self._ticket(), blocks)
-        self._stores[store.ticket] = blocks
-        self.decisions.stored = plus(self.decisions.stored, blocks) if self.decisions.stored else blocks
-        return store
+        return self._plan_store(min(num_tokens, self.num_prompt_tokens))
 
     def store_finished(self, ticket: int, rejected: GroupRuns) -> None:
         """The store ended; `rejected` were not written. Its blocks need no pin any more."""
@@ -238,11 +233,13 @@ class KVRequest:
         self._expect("preempted")
         self.state = State.WAITING
 
-    def finished(self) -> None:
-        """The request completed or was aborted; `closed` turns true when its last plan is reported."""
+    def finished(self, num_tokens: int) -> Store | None:
+        """The request completed or was aborted with `num_tokens` computed; `closed` when its last plan is reported."""
         self._expect("finished")
+        computing = self.state is State.COMPUTING
         self.state = State.FINISHED
         self._answer = None
+        return self._plan_store(num_tokens) if computing else None
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -297,6 +294,18 @@ class KVRequest:
         self.decisions.loaded = plus(self.decisions.loaded, proven) if self.decisions.loaded else proven
         self.state = State.LOADING
         return self._load
+
+    def _plan_store(self, num_tokens: int) -> Store | None:
+        if num_tokens <= self._saved_len:
+            return None
+        blocks = self.planner.store(self._saved_len, num_tokens, self.num_prompt_tokens)
+        self._saved_len = num_tokens
+        if not any(blocks):
+            return None
+        store = Store(self._ticket(), blocks)
+        self._stores[store.ticket] = blocks
+        self.decisions.stored = plus(self.decisions.stored, blocks) if self.decisions.stored else blocks
+        return store
 
     def _resume(self, load: Load, failed: GroupRuns) -> int:
         self.decisions.late_misses += count_blocks(failed)
