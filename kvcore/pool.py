@@ -1,0 +1,273 @@
+"""The GPU block pool on runs: what is cached, what is free, and in which order free blocks are evicted.
+
+Equal, block for block, to the engine's pool of single blocks (vllm/v1/core/block_pool.py with the FreeKVCacheBlockQueue
+of kv_cache_utils.py, for one full-attention group), at a cost per operation of the runs it touches. Block ids are not
+modelled: blocks without identity are a number, cached blocks are pieces of lanes (kvcore/lane.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvcore.errors import require
+from kvcore.free_queue import FreeQueue
+from kvcore.lane import Lane
+from kvcore.types import Run, Segment, Segments, StreamId
+
+Span: TypeAlias = tuple[Lane, int, int]
+"""(lane, start, end): the physical copies of blocks [start, end) that one lane has."""
+
+
+class BlockPool:
+    """Reference-counted blocks of one full-attention group, reused in the engine's order.
+
+        holding = pool.hold(pool.match(segments, limit_blocks))     # reuse the cached prefix
+        pool.allocate(holding, n)                                   # room for the next tokens, n <= pool.num_free
+        pool.cache(holding, segments, upto)                         # full blocks become cached
+        pool.free(holding)                                          # finished or preempted
+
+    The engine's null block is not counted: `num_blocks` is what requests can use, one less than the engine's
+    `num_gpu_blocks`. Breaking a precondition is a bug and asserts.
+    """
+
+    __slots__ = ("_lanes", "_num_held_anonymous", "_queue", "num_blocks", "num_cached", "num_evicted")
+
+    def __init__(self, num_blocks: int) -> None:
+        """A pool of num_blocks free blocks without identity; InvalidArgument unless num_blocks >= 1."""
+        require(num_blocks >= 1, "num_blocks", num_blocks, "at least 1 block")
+        self.num_blocks = num_blocks
+        self.num_cached = 0
+        """Physical blocks with an identity, free or held; two copies of one block count twice."""
+        self.num_evicted = 0
+        """Blocks that lost their identity so far, to an allocation or a reset."""
+        self._queue = FreeQueue(num_blocks)
+        self._num_held_anonymous = 0
+        # Lanes of a stream are ordered: the first one that has a block has the copy of it that was inserted first.
+        self._lanes: dict[StreamId, list[Lane]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, cached or not: what `allocate` can give."""
+        return self._queue.num_anonymous + self._queue.num_cached
+
+    def match(self, segments: Segments, limit_blocks: int) -> Match:
+        """The longest cached prefix of a sequence, of at most limit_blocks; changes nothing.
+
+        Of several copies of a block it takes the one inserted first. For the engine's limit pass
+        (num_tokens - 1) // block_size: one token is always left to compute.
+        """
+        spans: list[Span] = []
+        at = num_free = 0
+        for stream, _, end in segments:
+            end = min(end, limit_blocks)
+            while at < end:
+                lane, stop, free = self._first_copy(stream, at, end)
+                if lane is None:
+                    return Match(at, num_free, tuple(spans), self.num_evicted)
+                spans.append((lane, at, stop))
+                at = stop
+                num_free += free
+        return Match(at, num_free, tuple(spans), self.num_evicted)
+
+    def hold(self, match: Match) -> Holding:
+        """Take the matched blocks for one request: free ones leave the queue, each gains a reference.
+
+        The match must have been made since the last eviction.
+        """
+        assert match.num_evicted == self.num_evicted, "match is older than the last eviction"
+        for span in match.spans:
+            self._take(span)
+        return Holding(list(match.spans), 0, match.num_blocks)
+
+    def allocate(self, holding: Holding, n: int) -> None:
+        """Append n blocks without identity to the holding, from the front of the queue; needs n <= num_free."""
+        assert 0 <= n <= self.num_free, (n, self.num_free)
+        anonymous = min(n, self._queue.num_anonymous)
+        self._queue.num_anonymous -= anonymous
+        if n > anonymous:
+            self._evict(n - anonymous)
+        self._num_held_anonymous += n
+        holding.end += n
+
+    def cache(self, holding: Holding, segments: Segments, upto: int) -> None:
+        """Give the holding's blocks before `upto` the identities that the sequence's segments name them by.
+
+        Blocks cached already keep theirs. A block whose identity exists becomes another copy, after the existing ones.
+        Needs upto <= holding.end, and segments that cover the new blocks.
+        """
+        assert upto <= holding.end, (upto, holding.end)
+        start = holding.cached_end
+        for stream, _, end in segments:
+            if start < end and start < upto:
+                self._insert(holding, stream, start, min(end, upto))
+                start = holding.cached_end
+        assert start >= upto, f"segments end at block {start}, before {upto}"
+
+    def free(self, holding: Holding) -> None:
+        """Give up every block of a holding, which is empty afterwards.
+
+        Blocks that nobody else holds become free: those without identity at the front of the queue, cached ones at the
+        back, last block first, so that a sequence is evicted from its tail.
+        """
+        self._queue.num_anonymous += holding.num_anonymous
+        self._num_held_anonymous -= holding.num_anonymous
+        for span in reversed(holding.spans):
+            self._release(span)
+        holding.clear()
+
+    def pin(self, holding: Holding, run: Run) -> Holding:
+        """Another holding of the cached blocks `run` of this one, for a reader that may outlive it."""
+        start, end = run
+        assert holding.start <= start < end <= holding.cached_end, (run, holding)
+        spans = [(lane, max(a, start), min(b, end)) for lane, a, b in holding.spans if a < end and start < b]
+        for span in spans:
+            self._take(span)
+        return Holding(spans, start, end)
+
+    def reset(self) -> bool:
+        """Forget every identity, unless some block is held; whether it did."""
+        if self.num_free != self.num_blocks:
+            return False
+        self.num_evicted += self.num_cached
+        self.num_cached = 0
+        self._lanes.clear()
+        self._queue = FreeQueue(self.num_blocks)
+        return True
+
+    def eviction_order(self) -> tuple[int, list[Segment]]:
+        """The free queue: how many blocks without identity go first, then cached runs, each from its end downwards."""
+        return self._queue.num_anonymous, [(piece.lane.stream, piece.start, piece.end) for piece in self._queue]
+
+    # --- inside: lanes and references ---
+
+    def _first_copy(self, stream: StreamId, at: int, end: int) -> tuple[Lane | None, int, int]:
+        """The lane with the oldest copy of block `at`, where in [at, end) that stops holding, and how many are free."""
+        for lane in self._lanes.get(stream, ()):
+            index = bisect_right(lane.starts, at)
+            if index and lane.pieces[index - 1].end > at:
+                return lane, *lane.reach(index - 1, at, end)
+            if index < len(lane.starts):
+                end = min(end, lane.starts[index])
+        return None, at, 0
+
+    def _insert(self, holding: Holding, stream: StreamId, start: int, end: int) -> None:
+        """Blocks [start, end) of the holding, right after its cached ones, become cached in the stream."""
+        lane = self._lane_for(holding, stream, start, end)
+        lane.add(start, end)
+        if holding.spans and holding.spans[-1][0] is lane:
+            start = holding.spans.pop()[1]
+        holding.spans.append((lane, start, end))
+        self.num_cached += end - holding.cached_end
+        self._num_held_anonymous -= end - holding.cached_end
+        holding.cached_end = end
+
+    def _lane_for(self, holding: Holding, stream: StreamId, start: int, end: int) -> Lane:
+        """A lane with none of [start, end), after all lanes that have some; the holding's last one if it can be."""
+        lanes = self._lanes.setdefault(stream, [])
+        last = holding.spans[-1][0] if holding.spans else None
+        chosen = None
+        for lane in reversed(lanes):
+            if lane.overlaps(start, end):
+                break
+            chosen = lane
+            if lane is last:
+                break
+        if chosen is None:
+            chosen = Lane(stream)
+            lanes.append(chosen)
+        return chosen
+
+    def _take(self, span: Span) -> None:
+        """One more reference for each block of the span."""
+        lane, start, end = span
+        first, last = lane.cut(start), lane.cut(end)
+        for piece in lane.pieces[first:last]:
+            if not piece.ref_cnt:
+                self._queue.remove(piece)
+            piece.ref_cnt += 1
+        for index in range(last, first - 1, -1):
+            lane.join(index)
+
+    def _release(self, span: Span) -> None:
+        """One reference less for each block of the span; those without any go to the back of the queue, end first."""
+        lane, start, end = span
+        first, last = lane.cut(start), lane.cut(end)
+        for piece in reversed(lane.pieces[first:last]):
+            piece.ref_cnt -= 1
+            if not piece.ref_cnt:
+                self._queue.append(piece)
+        lane.join(last)
+        lane.join(first)
+
+    def _evict(self, n: int) -> None:
+        """The n cached blocks at the front of the queue lose their identity."""
+        self.num_cached -= n
+        self.num_evicted += n
+        while n:
+            piece = self._queue.first()
+            size = piece.end - piece.start
+            if n < size:
+                piece.end -= n
+                self._queue.num_cached -= n
+                return
+            n -= size
+            self._queue.remove(piece)
+            piece.lane.remove(piece)
+            if not piece.lane.pieces:
+                self._drop(piece.lane)
+
+    def _drop(self, lane: Lane) -> None:
+        """Forget a lane without blocks, and its stream with the last one."""
+        lanes = self._lanes[lane.stream]
+        lanes.remove(lane)
+        if not lanes:
+            del self._lanes[lane.stream]
+
+    def audit(self, holdings: Iterable[Holding]) -> None:
+        """Assert that the pool is consistent, given every holding not yet freed: blocks conserved, references exact."""
+        assert sum(holding.num_anonymous for holding in holdings) == self._num_held_anonymous
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A cached prefix, as of one moment."""
+
+    num_blocks: int
+    """Length of the prefix."""
+    num_free: int
+    """How many of its blocks are in the free queue: holding it lowers the pool's num_free by this."""
+    spans: tuple[Span, ...]
+    num_evicted: int
+
+
+class Holding:
+    """The blocks [start, end) of a sequence that one request, or one reader, has references to.
+
+    [start, cached_end) have an identity, [cached_end, end) have none yet. Only the pool changes it.
+    """
+
+    __slots__ = ("cached_end", "end", "spans", "start")
+
+    def __init__(self, spans: list[Span], start: int, cached_end: int) -> None:
+        self.spans = spans
+        self.start = start
+        self.cached_end = cached_end
+        self.end = cached_end
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks."""
+        return self.end - self.start
+
+    @property
+    def num_anonymous(self) -> int:
+        """Blocks without identity."""
+        return self.end - self.cached_end
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.spans = []
+        self.start = self.cached_end = self.end = 0
