@@ -1,0 +1,56 @@
+"""What a user installs: three packages and the models' data, no tests, and a base import that costs nothing."""
+
+import json
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.support import PROJECT
+
+HEAVY = ["vllm", "torch", "mooncake", "numpy", "simpy", "pydantic", "pyarrow", "asyncio", "kvsim"]
+
+PROBE = f"""
+import json, pkgutil, sys, time
+start = time.perf_counter()
+import kvcore, kvcore.planner, kvcore.request, kvconnector
+took_ms = (time.perf_counter() - start) * 1e3
+heavy = [name for name in {HEAVY} if name in sys.modules]
+print(json.dumps(dict(took_ms=took_ms, heavy=heavy, path=kvcore.__file__)))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Path of a wheel built from the checkout, without network."""
+    pytest.importorskip("hatchling", reason="hatchling is not installed: pip install -e '.[dev]'")
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", out]
+    subprocess.run(command, cwd=PROJECT, check=True, capture_output=True, timeout=60)
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_holds_three_packages_and_the_models(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"kvcore", "kvsim", "kvconnector"}
+    models = {f"kvsim/models/{path.relative_to(PROJECT / 'models')}" for path in (PROJECT / "models").rglob("*.toml")}
+    assert models
+    assert models <= set(names)
+    assert not [name for name in names if "test" in name.lower()]
+    assert {"kvcore/py.typed", "kvsim/py.typed", "kvconnector/py.typed"} <= set(names)
+
+
+def test_the_base_import_is_light(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    probes = [probe(tmp_path) for _ in range(3)]
+    assert all(result["path"].startswith(str(tmp_path)) for result in probes), "not the wheel's own files"
+    assert all(result["heavy"] == [] for result in probes)
+    assert min(result["took_ms"] for result in probes) < 60, "a few milliseconds on an idle machine"
+
+
+def probe(root):
+    command = [sys.executable, "-c", PROBE]
+    result = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True, timeout=60)
+    return json.loads(result.stdout)
