@@ -93,7 +93,7 @@ class Trace:
         return self.segment_end - self.segment_starts()
 
     def segments(self, request: int, block_size: int) -> Segments:
-        """Content of the request's full blocks of `block_size` tokens, prompt and output: [0, total tokens // block_size)."""
+        """Content of the full `block_size`-token blocks, prompt and output: [0, total tokens // block_size)."""
         rows = self._rows
         blocks: list[Segment] = []
         start = 0

@@ -55,7 +55,7 @@ class Process:
                 stderr=stderr,
                 env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509
+                preexec_fn=_die_with_parent,
             )
         self._pending = b""
 
