@@ -12,8 +12,8 @@ from tests.house.sources import PACKAGES, Module, imports, modules
 from tests.support import PROJECT
 
 KVCORE_MAY_IMPORT = {
-    "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools", "json",
-    "math", "operator", "pickle", "re", "struct", "types", "typing",
+    "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
+    "json", "math", "operator", "pickle", "re", "struct", "types", "typing",
     "cbor2", "xxhash", "kvcore",
 }  # fmt: skip
 
