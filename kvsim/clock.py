@@ -7,6 +7,7 @@ resolution many steps sum to the closed form exactly. 64 bits hold 2,500 hours.
 from collections.abc import Callable
 
 import simpy
+from simpy.events import EventPriority
 
 PS_PER_NS = 1_000
 PS_PER_US = 1_000_000
@@ -14,6 +15,9 @@ PS_PER_MS = 1_000_000_000
 PS_PER_S = 1_000_000_000_000
 
 Action = Callable[[], None]
+
+_NORMAL = EventPriority(1)
+_LAST = EventPriority(2)
 
 
 class Alarm:
@@ -55,19 +59,30 @@ class Clock:
 
     def at(self, at_ps: int, action: Action) -> Alarm:
         """Run `action` at `at_ps`, which must not lie in the past."""
-        assert at_ps >= self._env.now, (at_ps, self._env.now)
+        return self._set(at_ps, action, _NORMAL)
+
+    def at_end_of(self, at_ps: int, action: Action) -> Alarm:
+        """Run `action` at `at_ps`, after everything else of that instant.
+
+        For who decides on what has arrived: the decision then does not depend on the order within an instant.
+        """
+        return self._set(at_ps, action, _LAST)
+
+    def after(self, delay_ps: int, action: Action) -> Alarm:
+        """Run `action` in `delay_ps` >= 0."""
+        return self.at(int(self._env.now) + delay_ps, action)
+
+    def _set(self, at_ps: int, action: Action, priority: EventPriority) -> Alarm:
+        delay_ps = at_ps - int(self._env.now)
+        assert delay_ps >= 0, (at_ps, self._env.now)
         alarm = Alarm(at_ps, action)
         event = simpy.Event(self._env)
         event._ok = True
         event._value = None
         event.callbacks = [alarm._ring]
-        self._env.schedule(event, delay=at_ps - self._env.now)
+        self._env.schedule(event, priority, delay_ps)
         self.num_events += 1
         return alarm
-
-    def after(self, delay_ps: int, action: Action) -> Alarm:
-        """Run `action` in `delay_ps` >= 0."""
-        return self.at(int(self._env.now) + delay_ps, action)
 
     def run(self) -> None:
         """Run until no action is left."""

@@ -1,0 +1,46 @@
+"""The log of what happened: the result of a simulation. Everything reported is a pure function of it."""
+
+import hashlib
+from array import array
+from enum import IntEnum
+
+
+class Kind(IntEnum):
+    """What happened to a request; `a` and `b` are what the event carries."""
+
+    ARRIVED = 0
+    """a: input_len, b: output_len (tokens)."""
+    REJECTED = 1
+    """It can never fit. a: tokens it needs, b: tokens the cache holds."""
+    ADMITTED = 2
+    """First admission. a: local hit, b: external hit that was granted (tokens)."""
+    LOADED = 3
+    """A load ended. a: tokens valid now, b: blocks that were promised and absent."""
+    FIRST_TOKEN = 4
+    """The first generated token. a, b: 0."""
+    PREEMPTED = 5
+    """a: tokens computed that are lost, b: 0."""
+    STORED = 6
+    """A store ended. a: blocks written, b: blocks rejected."""
+    FINISHED = 7
+    """a: output_len, b: instance."""
+
+
+class EventLog:
+    """Events in the order they happened, as one flat array of (time_ps, kind, request, a, b)."""
+
+    WIDTH = 5
+
+    def __init__(self) -> None:
+        self.rows = array("q")
+
+    def add(self, time_ps: int, kind: Kind, request: int, a: int = 0, b: int = 0) -> None:
+        """Append one event."""
+        self.rows.extend((time_ps, kind, request, a, b))
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.WIDTH
+
+    def digest(self) -> str:
+        """16 hex digits over every event."""
+        return hashlib.sha256(self.rows.tobytes()).hexdigest()[:16]

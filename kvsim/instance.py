@@ -1,0 +1,151 @@
+"""One engine in virtual time: step after step, many decode steps as one jump."""
+
+from collections.abc import Callable
+from math import isqrt
+
+from kvcore.units import div_ceil
+from kvsim.clock import Action, Alarm, Clock
+from kvsim.cost.step_time import StepTimeModel
+from kvsim.events import EventLog, Kind
+from kvsim.pool_client import PoolClient
+from kvsim.scheduler import Scheduler, Step
+from kvsim.sequence import Sequence
+
+
+class Jump:
+    """`num_steps` equal-shaped decode steps that begin at `start_ps`; step i costs base + slope * (context + i * batch)."""
+
+    __slots__ = ("_base_ps", "_slope_ps", "num_steps", "start_ps")
+
+    def __init__(self, start_ps: int, num_steps: int, base_ps: int, slope_ps: int, context: int, batch: int) -> None:
+        self.start_ps = start_ps
+        self.num_steps = num_steps
+        self._base_ps = base_ps + slope_ps * context
+        self._slope_ps = slope_ps * batch
+
+    def end_of_step(self, num_steps: int) -> int:
+        """When the first `num_steps` have run: an arithmetic series, exact in integers."""
+        return self.start_ps + num_steps * self._base_ps + self._slope_ps * (num_steps * (num_steps - 1) // 2)
+
+    def steps_until(self, time_ps: int) -> int:
+        """Smallest number of steps, at least 1, that end at `time_ps` or later: the root of a quadratic."""
+        elapsed_ps = time_ps - self.start_ps
+        if self._slope_ps == 0:
+            return max(1, div_ceil(elapsed_ps, self._base_ps))
+        b = 2 * self._base_ps - self._slope_ps
+        steps = max(1, (isqrt(b * b + 8 * self._slope_ps * max(0, elapsed_ps)) - b) // (2 * self._slope_ps))
+        while self.end_of_step(steps) < time_ps:
+            steps += 1
+        return steps
+
+
+class Instance:
+    """Drives a scheduler: runs its steps on the clock and hands it what arrived, between steps only."""
+
+    def __init__(
+        self,
+        index: int,
+        clock: Clock,
+        scheduler: Scheduler,
+        step_time: StepTimeModel,
+        log: EventLog,
+        on_finished: Callable[[Sequence], None],
+        max_jump: int | None = None,
+    ) -> None:
+        """`max_jump` bounds the decode steps taken as one (1: step by step); None: as many as the batch lasts."""
+        self.index = index
+        self.scheduler = scheduler
+        self.num_steps = 0
+        self._client: PoolClient | None = None
+        self._clock = clock
+        self._step_time = step_time
+        self._log = log
+        self._on_finished = on_finished
+        self._max_jump = max_jump
+        self._inbox: list[Action] = []
+        self._step = Step()
+        self._jump = Jump(0, 0, 0, 0, 0, 0)
+        self._turn_alarm: Alarm | None = None
+
+    def attach(self, client: PoolClient) -> None:
+        """Use the pool through this client."""
+        self._client = client
+        self.scheduler.pool = client
+
+    def submit(self, sequence: Sequence) -> None:
+        """A request for this instance arrived."""
+        self.post(lambda: self.scheduler.add(sequence))
+
+    def post(self, action: Action) -> None:
+        """Do `action` when the step that runs now has ended, or at the end of this instant; then schedule."""
+        self._inbox.append(action)
+        if self._turn_alarm is None:
+            self._turn_alarm = self._clock.at_end_of(self._clock.now_ps, self._turn)
+        else:
+            self._shorten_jump()
+
+    def _shorten_jump(self) -> None:
+        """End the jump with the step that runs now."""
+        steps = self._jump.steps_until(self._clock.now_ps)
+        if steps < self._jump.num_steps:
+            assert self._turn_alarm is not None
+            self._turn_alarm.cancel()
+            self._jump.num_steps = steps
+            self._turn_alarm = self._clock.at_end_of(self._jump.end_of_step(steps), self._turn)
+
+    def _turn(self) -> None:
+        """Between two steps: account for the last, take the inbox, begin the next."""
+        self._turn_alarm = None
+        if self._step.scheduled:
+            self._end_step()
+        inbox, self._inbox = self._inbox, []
+        for action in inbox:
+            action()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        step = self.scheduler.schedule(self._clock.now_ns)
+        self._step = step
+        for sequence, num_lost in step.preempted:
+            self._log.add(self._clock.now_ps, Kind.PREEMPTED, sequence.index, num_lost)
+        for sequence, local_len, external_len in step.admitted:
+            self._log.add(self._clock.now_ps, Kind.ADMITTED, sequence.index, local_len, external_len)
+        if step.scheduled:
+            self._jump = self._plan_jump(step)
+            end_ps = self._jump.end_of_step(self._jump.num_steps)
+            self._turn_alarm = self._clock.at_end_of(end_ps, self._turn)
+
+    def _plan_jump(self, step: Step) -> Jump:
+        now_ps = self._clock.now_ps
+        if not step.is_pure_decode():
+            return Jump(now_ps, 1, self._duration_ps(step), 0, 0, 0)
+        batch = len(step.scheduled)
+        context = sum(before for _, before, _ in step.scheduled)
+        base_ps, slope_ps = self._step_time.decode_affine_ps(batch)
+        num_steps = self.scheduler.jump_limit(step)
+        if self._max_jump is not None:
+            num_steps = min(num_steps, self._max_jump)
+        return Jump(now_ps, num_steps, base_ps, slope_ps, context, batch)
+
+    def _duration_ps(self, step: Step) -> int:
+        chunks = [(before, num_new) for _, before, num_new in step.scheduled if num_new > 1]
+        decodes = [before for _, before, num_new in step.scheduled if num_new == 1]
+        return self._step_time.step_ps(chunks, len(decodes), sum(decodes))
+
+    def _end_step(self) -> None:
+        num_steps = self._jump.num_steps
+        self.num_steps += num_steps
+        if num_steps > 1:
+            self.scheduler.take_jump_blocks(self._step, num_steps)
+        first_token_ps = self._jump.end_of_step(1)
+        for sequence, before, num_new in self._step.scheduled:
+            if before < sequence.input_len <= before + num_new:
+                self._log.add(first_token_ps, Kind.FIRST_TOKEN, sequence.index)
+        finished = self.scheduler.complete(self._step, num_steps)
+        if self._client is not None:
+            self._client.start_stores()
+        for sequence in finished:
+            self._log.add(self._clock.now_ps, Kind.FINISHED, sequence.index, sequence.num_output, self.index)
+            self._on_finished(sequence)
+        self._step = Step()
+

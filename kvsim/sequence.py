@@ -1,0 +1,54 @@
+"""One request inside an instance: what the engine's scheduler knows about it."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvcore.pool import Holding
+from kvcore.request import KVRequest
+from kvcore.types import Segments
+
+
+class Status(Enum):
+    """As the engine names them."""
+
+    WAITING = "waiting"
+    LOADING = "waiting for remote KV"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request of `input_len` prompt tokens that ends after `max_tokens` >= 1 generated ones (lengths in tokens).
+
+    `segments` name the content of its full blocks, prompt and output. `kv` is None where there is no pool.
+    """
+
+    index: int
+    input_len: int
+    max_tokens: int
+    segments: Segments
+    kv: KVRequest | None = None
+    status: Status = Status.WAITING
+    num_tokens: int = 0
+    num_computed: int = 0
+    num_blocks: int = 0
+    holding: Holding | None = None
+    local_hit_len: int = 0
+    external_hit_len: int = 0
+    admitted: bool = False
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.input_len
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.input_len
+
+    @property
+    def remaining_output(self) -> int:
+        """Tokens it will still generate."""
+        return self.input_len + self.max_tokens - self.num_tokens
