@@ -1,0 +1,99 @@
+"""Collects requests one by one and closes them into a `Trace`."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvsim.workload.trace import Column, Trace
+
+
+@dataclass(slots=True)
+class TraceBuilder:
+    """Rows in the order they were added; `build` puts them in the order of their recorded start."""
+
+    arrival_ps: list[int] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
+    delay_ps: list[int] = field(default_factory=list)
+    session: list[int] = field(default_factory=list)
+    input_len: list[int] = field(default_factory=list)
+    output_len: list[int] = field(default_factory=list)
+    output_stream: list[int] = field(default_factory=list)
+    num_granules: list[int] = field(default_factory=list)
+    num_segments: list[int] = field(default_factory=list)
+    segment_stream: list[int] = field(default_factory=list)
+    segment_end: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.arrival_ps)
+
+    def start(self, arrival_ps: int, after: int | None, delay_ps: int, session: int) -> None:
+        """When the next request starts: by itself (`after` is None), or `delay_ps` after request `after` completed.
+
+        `after` counts requests in the order they were added; a request that waits was not recorded to start before it.
+        """
+        self.after.append(len(self) if after is None else after)
+        self.arrival_ps.append(arrival_ps)
+        self.delay_ps.append(delay_ps)
+        self.session.append(session)
+
+    def hold(
+        self,
+        input_len: int,
+        output_len: int,
+        segments: Iterable[tuple[int, int]],
+        output_stream: int,
+        num_granules: int,
+    ) -> None:
+        """The content of the request just started; segments are (stream, end token), the last end is input_len."""
+        before = len(self.segment_end)
+        for stream, end in segments:
+            self.segment_stream.append(stream)
+            self.segment_end.append(end)
+        self.num_segments.append(len(self.segment_end) - before)
+        self.input_len.append(input_len)
+        self.output_len.append(output_len)
+        self.num_granules.append(num_granules)
+        self.output_stream.append(output_stream)
+
+    def build(self, name: str, format: str, granule_len: int) -> Trace:
+        """The trace, ordered by recorded start; requests of one instant stay in the order they were added."""
+        arrival_ps = _column(self.arrival_ps)
+        order = np.argsort(arrival_ps, kind="stable")
+        row_of = np.empty_like(order)
+        row_of[order] = np.arange(len(order))
+        num_segments = _column(self.num_segments)
+        picked = _gather(num_segments, order)
+        return Trace(
+            name=name,
+            format=format,
+            granule_len=granule_len,
+            arrival_ps=arrival_ps[order],
+            after=row_of[_column(self.after)[order]],
+            delay_ps=_column(self.delay_ps)[order],
+            session=_column(self.session)[order],
+            input_len=_column(self.input_len)[order],
+            output_len=_column(self.output_len)[order],
+            output_stream=_column(self.output_stream)[order],
+            num_granules=_column(self.num_granules)[order],
+            segment_offset=_offsets(num_segments[order]),
+            segment_stream=_column(self.segment_stream)[picked],
+            segment_end=_column(self.segment_end)[picked],
+        )
+
+
+def _column(values: list[int]) -> Column:
+    return np.array(values, dtype=np.int64)
+
+
+def _offsets(lengths: Column) -> Column:
+    """Start of each of the consecutive ranges of these lengths, and the end of the last."""
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
+
+
+def _gather(lengths: Column, order: Column) -> Column:
+    """Where the elements of ragged rows lie once the rows are put in `order`."""
+    starts = _offsets(lengths)[:-1]
+    moved = lengths[order]
+    shift = starts[order] - _offsets(moved)[:-1]
+    return np.arange(lengths.sum()) + np.repeat(shift, moved)

@@ -1,0 +1,177 @@
+"""Claude Code sessions: one JSON file each, closed loop, content ids per 64 tokens of prompt, local to the session.
+
+A session's `requests` are in order of `t` (s), of two kinds. A request (`type` "n" or "s") has `in` and `out` tokens,
+`hash_ids` with floor(in / 64) ids, and where recorded `api_time` and `think_time` (s). A group (`type` "subagent") has
+`duration_ms` and `requests` of its own, whose `t` counts from the group's start; its own `t` is its end.
+Source: github.com/callanjfox/kv-cache-tester.
+
+What starts when
+- Every session starts at 0 with its first request. Every other request waits for one request and a pause.
+- A request waits for the one before it in its conversation. The pause is `think_time`; where that is absent, the gap
+  from start to start minus the predecessor's `api_time`. Where the predecessor has no `api_time` its end is unknown,
+  `think_time` counts from an older request's end, and the pause is the whole gap.
+- A group starts at t - duration_ms, after the last request of its conversation that was recorded to start before that.
+- A request waits for the groups its predecessor started: for the last request of the one that was recorded to end
+  last, with the recorded pause. Groups of older requests ran in the background: nobody waits for them.
+
+Which content is whose
+- Ids are content, whatever `model` a row names: one model is simulated.
+- Tokens after the last id, and what a request generates, are content of their own: the trace names neither.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from kvsim.workload import files
+from kvsim.workload.builder import TraceBuilder
+from kvsim.workload.fields import MAX_SPAN_S, PS_PER_S, Row, parse_row, seconds_to_ps, trace_error
+from kvsim.workload.prefix_tree import PrefixTree
+from kvsim.workload.trace import Trace
+
+FORMAT = "claude-code"
+VERSION = 1
+"""Counts changes of what `read` makes of the same files; cached traces of another version are read again."""
+
+GRANULE_LEN = 64
+SUFFIXES = (".json", ".json.gz")
+PS_PER_MS = PS_PER_S // 1_000
+
+
+def session_files(path: Path) -> list[Path]:
+    """The file itself, or the sessions of a folder in the order of their names."""
+    if not path.is_dir():
+        return [path]
+    return sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+
+
+def read(path: Path) -> Trace:
+    """The trace of a session's file or of a folder of them; raises TraceError at the first request that is wrong."""
+    builder = TraceBuilder()
+    streams = count()
+    sessions = session_files(path)
+    if not sessions:
+        raise trace_error(f"{path}:1", "folder", "no session in it", "*.json or *.json.gz files")
+    for number, file in enumerate(sessions):
+        head = parse_row(f"{file}:1", files.content(file))
+        head.choice("block_size", (GRANULE_LEN,))
+        head.choice("hash_id_scope", ("local",))
+        _Session(builder, number, streams, PrefixTree(streams)).add(head)
+    return builder.build(path.name, FORMAT, GRANULE_LEN)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request in the builder, and what was recorded of its time, from the start of the session."""
+
+    index: int
+    start_ps: int
+    service_ps: int | None
+
+    @property
+    def end_ps(self) -> int:
+        """Recorded end; the start where none is recorded."""
+        return self.start_ps + (self.service_ps or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """Adds the requests of one session; its ids mean something only inside it, hence a tree of its own."""
+
+    builder: TraceBuilder
+    number: int
+    streams: Iterator[int]
+    tree: PrefixTree
+
+    def add(self, head: Row) -> None:
+        """The whole session, its first request at 0."""
+        rows = _requests(head, f"{head.where.removesuffix(':1')}:request ")
+        self._converse(rows, -_t_ps(rows[0]), starter=None)
+
+    def _converse(self, rows: list[Row], origin_ps: int, starter: _Request | None) -> _Request:
+        """Rows that follow each other, their `t` counted from origin_ps; returns the last request."""
+        past: list[_Request] = []
+        awaited: list[_Request] = []
+        last_ps = _t_ps(rows[0])
+        for row in rows:
+            row.choice("type", ("n", "s", "subagent") if past else ("n", "s"))
+            at_ps = _t_ps(row)
+            if at_ps < last_ps:
+                raise row.error("t", "at least the t of the row before it")
+            last_ps = at_ps
+            if row.values["type"] == "subagent":
+                group_starter, group_last = self._group(row, origin_ps + at_ps, past)
+                if group_starter is past[-1]:
+                    awaited.append(group_last)
+            else:
+                past.append(self._request(row, origin_ps + at_ps, past[-1] if past else None, awaited, starter))
+                awaited = []
+        return past[-1]
+
+    def _group(self, row: Row, end_ps: int, past: list[_Request]) -> tuple[_Request, _Request]:
+        """A subagent's conversation, started by one of the `past` requests; returns that one and its own last."""
+        start_ps = end_ps - round(row.number("duration_ms", below=MAX_SPAN_S * 1_000) * PS_PER_MS)
+        starter = next((request for request in reversed(past) if request.start_ps <= start_ps), None)
+        if starter is None:
+            raise row.error("duration_ms", "a group that starts (t - duration_ms) after its session's first request")
+        rows = _requests(row, f"{row.where}.")
+        last = self._converse(rows, start_ps - _t_ps(rows[0]), starter)
+        if last.start_ps > end_ps:
+            raise rows[-1].error("t", "a start inside its group's duration_ms")
+        return starter, last
+
+    def _request(
+        self,
+        row: Row,
+        start_ps: int,
+        previous: _Request | None,
+        awaited: list[_Request],
+        starter: _Request | None,
+    ) -> _Request:
+        """One request, after what it waits for."""
+        index = len(self.builder)
+        service_s = row.optional_number("api_time", below=MAX_SPAN_S)
+        think_s = row.optional_number("think_time", below=MAX_SPAN_S)
+        others = max(awaited, key=lambda request: request.end_ps, default=starter if previous is None else None)
+        if others is not None:
+            self.builder.start(start_ps, others.index, max(0, start_ps - others.end_ps), self.number)
+        elif previous is not None:
+            self.builder.start(start_ps, previous.index, _pause_ps(previous, start_ps, think_s), self.number)
+        else:
+            self.builder.start(start_ps, None, 0, self.number)
+        self._hold(row)
+        return _Request(index, start_ps, None if service_s is None else seconds_to_ps(service_s))
+
+    def _hold(self, row: Row) -> None:
+        """The content of the request just started."""
+        input_len = row.tokens("in", at_least=1)
+        output_len = row.tokens("out", at_least=0)
+        ids = row.ids("hash_ids", input_len // GRANULE_LEN, "floor(in / 64)")
+        own_stream = next(self.streams)
+        segments = [(stream, end * GRANULE_LEN) for stream, end in self.tree.follow(ids)]
+        if input_len % GRANULE_LEN:
+            segments.append((own_stream, input_len))
+        self.builder.hold(input_len, output_len, segments, own_stream, num_granules=len(ids))
+
+
+def _requests(row: Row, place: str) -> list[Row]:
+    """The rows of a session or a group; at least one."""
+    rows = row.rows("requests", place)
+    if not rows:
+        raise row.error("requests", "at least one request")
+    return rows
+
+
+def _t_ps(row: Row) -> int:
+    return seconds_to_ps(row.number("t", below=MAX_SPAN_S))
+
+
+def _pause_ps(previous: _Request, start_ps: int, think_s: float | None) -> int:
+    """Pause between the end of `previous` and a start, by the rule at the top."""
+    gap_ps = start_ps - previous.start_ps
+    if previous.service_ps is None:
+        return gap_ps
+    if think_s is None:
+        return max(0, gap_ps - previous.service_ps)
+    return seconds_to_ps(think_s)

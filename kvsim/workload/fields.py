@@ -1,0 +1,104 @@
+"""Strict reading of JSON objects: every value has exactly the type and range its format promises."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import orjson
+
+from kvcore.units import NS_PER_S
+from kvsim.workload.prefix_tree import Ids
+from kvsim.workload.trace import TraceError
+
+PS_PER_S = 1_000 * NS_PER_S
+MAX_SPAN_S = 9_000_000
+"""Longest recorded time span, 104 days: 63 bits of picoseconds hold 106."""
+MAX_TOKENS = 2**32
+MAX_SHOWN_CHARACTERS = 80
+
+
+def trace_error(where: str, field: str, shown: str, expected: str) -> TraceError:
+    """A TraceError of one line: place, field, value and what was expected."""
+    if len(shown) > MAX_SHOWN_CHARACTERS:
+        shown = shown[: MAX_SHOWN_CHARACTERS - 3] + "..."
+    return TraceError(f"{where}: {field}, {shown}, expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One JSON object and where it stands (FILE:LINE, or FILE:request INDEX)."""
+
+    where: str
+    values: dict[str, object]
+
+    def error(self, field: str, expected: str) -> TraceError:
+        """What to raise when the field's value is not what was expected."""
+        shown = repr(self.values[field]) if field in self.values else "missing"
+        return trace_error(self.where, field, shown, expected)
+
+    def tokens(self, field: str, at_least: int) -> int:
+        """A number of tokens; a boolean or a float is none."""
+        value = self.values.get(field)
+        if type(value) is not int or not at_least <= value < MAX_TOKENS:
+            raise self.error(field, f"an integer, {at_least} <= {field} < 2**32")
+        return value
+
+    def number(self, field: str, below: int) -> int | float:
+        """A number with 0 <= number < below; a boolean is none."""
+        value = self.values.get(field)
+        if (type(value) is int or type(value) is float) and 0 <= value < below:
+            return value
+        raise self.error(field, f"a number, 0 <= {field} < {below}")
+
+    def optional_number(self, field: str, below: int) -> int | float | None:
+        """The same, or None where the field is absent."""
+        return self.number(field, below) if field in self.values else None
+
+    def choice(self, field: str, choices: tuple[object, ...]) -> None:
+        """Check that the value is one of `choices`."""
+        value = self.values.get(field)
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            raise self.error(field, " or ".join(repr(choice) for choice in choices))
+
+    def rows(self, field: str, place: str) -> "list[Row]":
+        """A list of objects; `place` and the index say where each stands."""
+        values = self.values.get(field)
+        if type(values) is not list:
+            raise self.error(field, "a list of objects")
+        return [as_row(f"{place}{index}", value) for index, value in enumerate(values)]
+
+    def ids(self, field: str, count: int, rule: str) -> Ids:
+        """Exactly `count` unsigned integers of 64 bits, kept exactly; `rule` says why so many."""
+        ids = self.values.get(field)
+        if type(ids) is not list:
+            raise self.error(field, "a list of integers")
+        if len(ids) != count:
+            raise trace_error(self.where, field, f"{len(ids)} ids", f"{count} ids ({rule})")
+        if set(map(type, ids)) <= {int}:
+            try:
+                return np.array(ids, dtype=np.uint64)
+            except OverflowError:
+                pass
+        index = next(i for i, value in enumerate(ids) if type(value) is not int or not 0 <= value < 2**64)
+        raise trace_error(self.where, f"{field}[{index}]", repr(ids[index]), "an integer, 0 <= id < 2**64")
+
+
+def parse_row(where: str, text: bytes) -> Row:
+    """The JSON object that `text` holds."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        shown = repr(text[:MAX_SHOWN_CHARACTERS])
+        raise trace_error(where, "JSON", shown, f"one JSON object ({error.msg})") from None
+    return as_row(where, value)
+
+
+def as_row(where: str, value: object) -> Row:
+    """`value` as a Row, when it is a JSON object."""
+    if type(value) is not dict:
+        raise trace_error(where, "JSON", repr(value), "a JSON object")
+    return Row(where, value)
+
+
+def seconds_to_ps(seconds: float) -> int:
+    """Nearest picosecond."""
+    return round(seconds * PS_PER_S)
