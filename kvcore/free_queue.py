@@ -25,6 +25,7 @@ class FreeQueue:
         self.num_anonymous = num_anonymous
         self.num_cached = 0
         self._end = Piece(Lane(StreamId(0)), 0, 0, 0)
+        self._end.prev = self._end.next = self._end
 
     def __iter__(self) -> Iterator[Piece]:
         piece = self._end.next
@@ -33,12 +34,9 @@ class FreeQueue:
             piece = piece.next
 
     def first(self) -> Piece:
-        """The piece whose blocks go first; an empty one of a lane of its own when no cached block is free."""
+        """The piece whose blocks go first of the cached ones; there must be one."""
+        assert self.num_cached > 0
         return self._end.next
-
-    def last(self) -> Piece:
-        """The piece whose blocks go last; an empty one of a lane of its own when no cached block is free."""
-        return self._end.prev
 
     def append(self, piece: Piece) -> None:
         """Put a piece at the back."""
@@ -47,6 +45,5 @@ class FreeQueue:
 
     def remove(self, piece: Piece) -> None:
         """Take a piece out, wherever it stands."""
-        piece.prev.next = piece.next
-        piece.next.prev = piece.prev
+        piece.unlink()
         self.num_cached -= piece.end - piece.start

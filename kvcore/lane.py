@@ -1,4 +1,4 @@
-"""Cached blocks of one stream as pieces: a step function from block index to ref_cnt."""
+"""Cached blocks of one stream as a step function: from block index to ref_cnt, in pieces."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvcore.types import StreamId
 class Lane:
     """At most one physical copy of each block of a stream, as disjoint pieces sorted by block index.
 
-    Blocks that are held (ref_cnt > 0) form as few pieces as there can be: two that touch differ in ref_cnt, so their
-    number is bounded by the spans now held, not by history. Free pieces are kept apart where the free queue does.
+    Touching pieces are one piece whenever they behave as one: held blocks of equal ref_cnt always, free ones when they
+    stand together in the free queue. So the number of held pieces is bounded by the holdings alive, not by history.
     """
 
     __slots__ = ("pieces", "starts", "stream")
@@ -23,28 +23,25 @@ class Lane:
 
     def overlaps(self, start: int, end: int) -> bool:
         """Whether any block of the non-empty [start, end) is here."""
-        before_end = bisect_left(self.starts, end)
-        return before_end > 0 and self.pieces[before_end - 1].end > start
+        index = bisect_left(self.starts, end)
+        return index > 0 and self.pieces[index - 1].end > start
 
     def reach(self, index: int, at: int, end: int) -> tuple[int, int]:
-        """Where, before `end`, the blocks that follow `at` without gap stop, and how many of them are free.
-
-        pieces[index] has block `at`.
-        """
+        """(stop, num_free): from block `at`, which pieces[index] has, [at, stop) is here; stop <= end."""
         num_free = 0
         while at < end and index < len(self.pieces):
             piece = self.pieces[index]
             if piece.start > at:
                 break
-            index += 1
             stop = min(piece.end, end)
             if not piece.ref_cnt:
                 num_free += stop - at
             at = stop
+            index += 1
         return at, num_free
 
     def cut(self, at: int) -> int:
-        """Index of the first piece with start >= at, after splitting the piece that has blocks on both sides."""
+        """Split the piece with blocks on both sides of `at`, if any; the index of the first piece from `at` on."""
         index = bisect_left(self.starts, at)
         if index and self.pieces[index - 1].end > at:
             low = self.pieces[index - 1]
@@ -55,21 +52,22 @@ class Lane:
             self._insert(index, high)
         return index
 
-    def join(self, index: int) -> None:
-        """Make one of pieces[index - 1] and pieces[index] when both are held, touch and agree in ref_cnt."""
-        if not 0 < index < len(self.pieces):
-            return
-        left, right = self.pieces[index - 1], self.pieces[index]
-        if left.end == right.start and left.ref_cnt == right.ref_cnt > 0:
-            left.end = right.end
-            self._delete(index)
+    def join(self, first: int, last: int) -> None:
+        """Undo the cuts before pieces[first] to pieces[last] that nothing needs any more."""
+        pieces = self.pieces
+        for index in range(min(last, len(pieces) - 1), max(first, 1) - 1, -1):
+            low, high = pieces[index - 1], pieces[index]
+            if low.end == high.start and low.ref_cnt == high.ref_cnt and (low.ref_cnt or high.next is low):
+                low.end = high.end
+                if not low.ref_cnt:
+                    high.unlink()
+                self._delete(index)
 
     def add(self, start: int, end: int) -> None:
-        """Blocks [start, end), none of them here yet, held once."""
+        """Blocks [start, end), of which none is here, held once."""
         index = bisect_left(self.starts, start)
         self._insert(index, Piece(self, start, end, 1))
-        self.join(index + 1)
-        self.join(index)
+        self.join(index, index + 1)
 
     def remove(self, piece: Piece) -> None:
         """Forget a piece of this lane."""
@@ -86,18 +84,18 @@ class Lane:
 class Piece:
     """Blocks [start, end) of a lane that share one ref_cnt; at 0 they stand together in the free queue, end - 1 first.
 
-    `prev` and `next` mean something only while the piece is in the queue.
+    `prev` and `next` exist only while the piece is in the queue: what left it keeps nothing else alive.
     """
 
     __slots__ = ("end", "lane", "next", "prev", "ref_cnt", "start")
+    prev: Piece
+    next: Piece
 
     def __init__(self, lane: Lane, start: int, end: int, ref_cnt: int) -> None:
         self.lane = lane
         self.start = start
         self.end = end
         self.ref_cnt = ref_cnt
-        self.prev: Piece = self
-        self.next: Piece = self
 
     def link_before(self, piece: Piece) -> None:
         """Stand right before a queued piece: evicted just ahead of it."""
@@ -105,3 +103,9 @@ class Piece:
         self.next = piece
         piece.prev.next = self
         piece.prev = self
+
+    def unlink(self) -> None:
+        """Leave the queue."""
+        self.prev.next = self.next
+        self.next.prev = self.prev
+        del self.prev, self.next

@@ -8,8 +8,10 @@ modelled: blocks without identity are a number, cached blocks are pieces of lane
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 from kvcore.errors import require
@@ -33,7 +35,7 @@ class BlockPool:
     `num_gpu_blocks`. Breaking a precondition is a bug and asserts.
     """
 
-    __slots__ = ("_lanes", "_num_held_anonymous", "_queue", "num_blocks", "num_cached", "num_evicted")
+    __slots__ = ("_lanes", "_queue", "num_blocks", "num_cached", "num_evicted")
 
     def __init__(self, num_blocks: int) -> None:
         """A pool of num_blocks free blocks without identity; InvalidArgument unless num_blocks >= 1."""
@@ -44,7 +46,6 @@ class BlockPool:
         self.num_evicted = 0
         """Blocks that lost their identity so far, to an allocation or a reset."""
         self._queue = FreeQueue(num_blocks)
-        self._num_held_anonymous = 0
         # Lanes of a stream are ordered: the first one that has a block has the copy of it that was inserted first.
         self._lanes: dict[StreamId, list[Lane]] = {}
 
@@ -89,7 +90,6 @@ class BlockPool:
         self._queue.num_anonymous -= anonymous
         if n > anonymous:
             self._evict(n - anonymous)
-        self._num_held_anonymous += n
         holding.end += n
 
     def cache(self, holding: Holding, segments: Segments, upto: int) -> None:
@@ -113,7 +113,6 @@ class BlockPool:
         back, last block first, so that a sequence is evicted from its tail.
         """
         self._queue.num_anonymous += holding.num_anonymous
-        self._num_held_anonymous -= holding.num_anonymous
         for span in reversed(holding.spans):
             self._release(span)
         holding.clear()
@@ -141,6 +140,30 @@ class BlockPool:
         """The free queue: how many blocks without identity go first, then cached runs, each from its end downwards."""
         return self._queue.num_anonymous, [(piece.lane.stream, piece.start, piece.end) for piece in self._queue]
 
+    def audit(self, holdings: Iterable[Holding]) -> None:
+        """Assert that index, queue, counters and references agree, given all holdings not freed yet.
+
+        Costs the number of pieces: for the end of a simulation, and for tests.
+        """
+        holdings = tuple(holdings)
+        lanes = [lane for lanes in self._lanes.values() for lane in lanes]
+        pieces = [piece for lane in lanes for piece in lane.pieces]
+        queued = list(self._queue)
+        ref_counts = _ref_counts(holdings)
+        assert all(self._lanes.values()) and all(lane.pieces for lane in lanes), "an empty lane or stream is kept"
+        for lane in lanes:
+            bounds = [bound for piece in lane.pieces for bound in (piece.start, piece.end)]
+            assert bounds[::2] == lane.starts and bounds == sorted(bounds), f"pieces out of order: {bounds}"
+            held = [(piece.start, piece.end, piece.ref_cnt) for piece in lane.pieces if piece.ref_cnt]
+            assert held == ref_counts.get(lane, []), f"references of {held} are not those of the holdings"
+        assert len(queued) == len(set(queued)) and set(queued) == {piece for piece in pieces if not piece.ref_cnt}
+        assert all(piece.start < piece.end for piece in pieces), "an empty piece is kept"
+        assert self._queue.num_cached == sum(piece.end - piece.start for piece in queued)
+        assert self.num_cached == sum(piece.end - piece.start for piece in pieces)
+        num_held = sum(piece.end - piece.start for piece in pieces if piece.ref_cnt)
+        num_held += sum(holding.num_anonymous for holding in holdings)
+        assert self.num_free + num_held == self.num_blocks, "blocks are lost or invented"
+
     # --- inside: lanes and references ---
 
     def _first_copy(self, stream: StreamId, at: int, end: int) -> tuple[Lane | None, int, int]:
@@ -161,7 +184,6 @@ class BlockPool:
             start = holding.spans.pop()[1]
         holding.spans.append((lane, start, end))
         self.num_cached += end - holding.cached_end
-        self._num_held_anonymous -= end - holding.cached_end
         holding.cached_end = end
 
     def _lane_for(self, holding: Holding, stream: StreamId, start: int, end: int) -> Lane:
@@ -181,26 +203,24 @@ class BlockPool:
         return chosen
 
     def _take(self, span: Span) -> None:
-        """One more reference for each block of the span."""
+        """One more reference for each block of the span; those without any leave the queue."""
         lane, start, end = span
         first, last = lane.cut(start), lane.cut(end)
         for piece in lane.pieces[first:last]:
             if not piece.ref_cnt:
                 self._queue.remove(piece)
             piece.ref_cnt += 1
-        for index in range(last, first - 1, -1):
-            lane.join(index)
+        lane.join(first, last)
 
     def _release(self, span: Span) -> None:
-        """One reference less for each block of the span; those without any go to the back of the queue, end first."""
+        """One reference less for each block of the span; those left with none go to the back of the queue."""
         lane, start, end = span
         first, last = lane.cut(start), lane.cut(end)
         for piece in reversed(lane.pieces[first:last]):
             piece.ref_cnt -= 1
             if not piece.ref_cnt:
                 self._queue.append(piece)
-        lane.join(last)
-        lane.join(first)
+        lane.join(first, last)
 
     def _evict(self, n: int) -> None:
         """The n cached blocks at the front of the queue lose their identity."""
@@ -225,10 +245,6 @@ class BlockPool:
         lanes.remove(lane)
         if not lanes:
             del self._lanes[lane.stream]
-
-    def audit(self, holdings: Iterable[Holding]) -> None:
-        """Assert that the pool is consistent, given every holding not yet freed: blocks conserved, references exact."""
-        assert sum(holding.num_anonymous for holding in holdings) == self._num_held_anonymous
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,3 +287,17 @@ class Holding:
         """Hold nothing."""
         self.spans = []
         self.start = self.cached_end = self.end = 0
+
+
+def _ref_counts(holdings: Iterable[Holding]) -> dict[Lane, list[tuple[int, int, int]]]:
+    """Per lane, (start, end, ref_cnt) of the blocks that the holdings refer to, in as few steps as there are."""
+    changes: defaultdict[Lane, Counter[int]] = defaultdict(Counter)
+    for lane, start, end in (span for holding in holdings for span in holding.spans):
+        changes[lane].update({start: 1})
+        changes[lane].subtract({end: 1})
+    steps = {}
+    for lane, change in changes.items():
+        bounds = sorted(at for at in change if change[at])
+        ref_cnts = accumulate(change[at] for at in bounds)
+        steps[lane] = [step for step in zip(bounds, bounds[1:], ref_cnts, strict=False) if step[2]]
+    return steps

@@ -1,56 +1,56 @@
 """A fleet: instances behind a router, over one pool; requests arrive by the trace or when what they wait for is done."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol, TypeAlias
 
-from kvcore.planner import Planner
-from kvcore.request import KVRequest, PoolPolicy
+from kvcore.request import KVRequest
 from kvcore.routing import Router
 from kvsim.clock import Clock
-from kvsim.cost.step_time import StepTimeModel
 from kvsim.events import EventLog, Kind
-from kvsim.instance import Instance
-from kvsim.pool_client import Path, PoolClient
-from kvsim.scheduler import Limits, Scheduler
 from kvsim.sequence import Sequence
-from kvsim.store import MooncakePool
 from kvsim.workload.trace import Trace
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPool:
-    """The pool and the decisions about it; `paths` has one entry per instance."""
+class Engine(Protocol):
+    """What serves requests: the fast engine (`kvsim.instance`) or vLLM's own scheduler (`kvsim.reference`)."""
 
-    store: MooncakePool
-    planner: Planner
-    policy: PoolPolicy
-    paths: tuple[Path, ...]
+    def submit(self, sequence: Sequence) -> None:
+        """A request for this engine arrived now."""
+
+
+OnFinished: TypeAlias = Callable[[Sequence], None]
+MakeEngine: TypeAlias = Callable[[int, EventLog, OnFinished], Engine]
+"""(index, log, what to call when a request finished) -> engine."""
+MakeMachine: TypeAlias = Callable[[int], KVRequest | None]
+"""(prompt length in tokens) -> the request's machine, or None where there is no pool."""
 
 
 class Cluster:
-    """Runs one trace to its end. Use once."""
+    """Runs one trace to its end. Use once. `capacity_tokens` bounds prompt plus output of a request."""
 
     def __init__(
         self,
         clock: Clock,
         trace: Trace,
-        limits: Limits,
-        step_time: StepTimeModel,
+        block_size: int,
+        capacity_tokens: int,
         num_instances: int,
         router: Router,
-        pool: SharedPool | None = None,
-        max_jump: int | None = None,
+        make_engine: MakeEngine,
+        make_machine: MakeMachine,
     ) -> None:
         self.log = EventLog()
         self.sequences: list[Sequence | None] = [None] * trace.num_requests
         """By request; None for one that was rejected."""
-        self.pool = pool
         self.num_done = 0
         """Requests that completed or were rejected."""
         self._clock = clock
         self._trace = trace
-        self._limits = limits
+        self._block_size = block_size
+        self._capacity_tokens = capacity_tokens
         self._router = router
+        self._make_machine = make_machine
         self._num_arrived = 0
         self._followers = _followers(trace)
         self._starts = [index for index, before in enumerate(trace.after.tolist()) if before == index]
@@ -58,21 +58,13 @@ class Cluster:
         self._delay_ps = trace.delay_ps.tolist()
         self._input_len = trace.input_len.tolist()
         self._output_len = trace.output_len.tolist()
-        self.instances = [self._make_instance(index, step_time, max_jump) for index in range(num_instances)]
+        self.engines = [make_engine(index, self.log, self._finished) for index in range(num_instances)]
 
     def run(self) -> None:
         """Until every request has completed or was rejected, and every transfer has ended."""
         if self._starts:
             self._clock.at(self._arrival_ps[self._starts[0]], partial(self._arrive_from, 0))
         self._clock.run()
-
-    def _make_instance(self, index: int, step_time: StepTimeModel, max_jump: int | None) -> Instance:
-        scheduler = Scheduler(self._limits)
-        instance = Instance(index, self._clock, scheduler, step_time, self.log, self._finished, max_jump)
-        if self.pool is not None:
-            path = self.pool.paths[index]
-            instance.attach(PoolClient(self._clock, self.pool.store, path, instance, self.log))
-        return instance
 
     def _arrive_from(self, position: int) -> None:
         """Let every request of this instant arrive, in order, and set the alarm for the next."""
@@ -88,19 +80,16 @@ class Cluster:
         self._log(Kind.ARRIVED, index, input_len, output_len)
         # Output 0 is prefill only: the engine samples one token all the same, which is not counted.
         num_tokens = input_len + max(1, output_len)
-        if num_tokens > self._limits.capacity_tokens:
-            self._log(Kind.REJECTED, index, num_tokens, self._limits.capacity_tokens)
+        if num_tokens > self._capacity_tokens:
+            self._log(Kind.REJECTED, index, num_tokens, self._capacity_tokens)
             self._done(index)
             return
-        segments = self._trace.segments(index, self._limits.block_size)
-        sequence = Sequence(index, input_len, max(1, output_len), segments, self._machine(input_len))
+        segments = self._trace.segments(index, self._block_size)
+        sequence = Sequence(index, input_len, max(1, output_len), segments, self._make_machine(input_len))
         self.sequences[index] = sequence
-        instance = self._router.choose(self._num_arrived, len(self.instances))
+        engine = self._router.choose(self._num_arrived, len(self.engines))
         self._num_arrived += 1
-        self.instances[instance].submit(sequence)
-
-    def _machine(self, input_len: int) -> KVRequest | None:
-        return None if self.pool is None else KVRequest(self.pool.planner, self.pool.policy, input_len)
+        self.engines[engine].submit(sequence)
 
     def _finished(self, sequence: Sequence) -> None:
         self._done(sequence.index)

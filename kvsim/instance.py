@@ -148,4 +148,3 @@ class Instance:
             self._log.add(self._clock.now_ps, Kind.FINISHED, sequence.index, sequence.num_output, self.index)
             self._on_finished(sequence)
         self._step = Step()
-

@@ -1,30 +1,46 @@
-"""A run: scenario and trace in, the log of what happened out. Start reading here."""
+"""A run: scenario and trace in, what happened and what was decided out. Start reading here."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
+from typing import NamedTuple
 
 from kvcore.planner import Planner
-from kvcore.request import PoolPolicy
+from kvcore.request import KVRequest, PoolPolicy
 from kvcore.routing import RoundRobin
 from kvcore.spec import FullAttention, ModelSpec
 from kvcore.units import NS_PER_MS
 from kvsim.clock import PS_PER_US, Clock
-from kvsim.cluster import Cluster, SharedPool
+from kvsim.cluster import Cluster, MakeEngine, OnFinished
 from kvsim.cost.roofline import Roofline
 from kvsim.events import EventLog
+from kvsim.instance import Instance
 from kvsim.link import FairLink
-from kvsim.pool_client import Path
+from kvsim.pool_client import Path, PoolClient
 from kvsim.scenario import LinkConfig, PoolConfig, Scenario
-from kvsim.scheduler import Limits
+from kvsim.scheduler import Limits, Scheduler
+from kvsim.sequence import Sequence
 from kvsim.store import MooncakePool
 from kvsim.workload.trace import Trace
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """A cluster that is ready to run, or has run."""
+class Decision(NamedTuple):
+    """What was decided for a request at its first admission, in tokens."""
 
+    local_hit_len: int
+    external_hit_len: int
+    granted_len: int
+
+
+@dataclass(slots=True)
+class Simulation:
+    """A cluster that is ready to run, or has run; `instances`, `pool` and links are there to be audited."""
+
+    scenario: Scenario
     clock: Clock
     cluster: Cluster
+    instances: list[Instance]
+    pool: "SharedPool | None"
 
     @property
     def log(self) -> EventLog:
@@ -35,22 +51,68 @@ class Simulation:
         """To the end."""
         self.cluster.run()
 
+    def decisions(self) -> list[Decision | None]:
+        """Per request; None for one that was rejected."""
+        return [None if sequence is None else _decision(sequence) for sequence in self.cluster.sequences]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPool:
+    """The pool and the decisions about it; `paths` has one entry per instance."""
+
+    store: MooncakePool
+    planner: Planner
+    policy: PoolPolicy
+    paths: tuple[Path, ...]
+
+    def machine(self, num_prompt_tokens: int) -> KVRequest:
+        """The machine of a new request."""
+        return KVRequest(self.planner, self.policy, num_prompt_tokens)
+
+    def links(self) -> Iterator[FairLink]:
+        """Every link to the pool."""
+        for path in self.paths:
+            yield path.get_link
+            yield path.put_link
+
 
 def simulation(scenario: Scenario, trace: Trace, max_jump: int | None = None) -> Simulation:
-    """The scenario's cluster, about to serve the trace; `max_jump` as in `kvsim.instance.Instance`."""
+    """The scenario's cluster of fast engines, about to serve the trace; `max_jump` as in `kvsim.instance.Instance`."""
     clock = Clock()
+    pool = _shared_pool(scenario, clock)
     step_time = Roofline(scenario.llm, scenario.gpu)
-    cluster = Cluster(
+    instances: list[Instance] = []
+
+    def make_engine(index: int, log: EventLog, on_finished: OnFinished) -> Instance:
+        instance = Instance(index, clock, Scheduler(limits(scenario)), step_time, log, on_finished, max_jump)
+        if pool is not None:
+            instance.attach(PoolClient(clock, pool.store, pool.paths[index], instance, log))
+        instances.append(instance)
+        return instance
+
+    cluster = make_cluster(scenario, trace, clock, make_engine, _no_machine if pool is None else pool.machine)
+    return Simulation(scenario, clock, cluster, instances, pool)
+
+
+def make_cluster(
+    scenario: Scenario,
+    trace: Trace,
+    clock: Clock,
+    make_engine: MakeEngine,
+    make_machine: Callable[[int], KVRequest | None],
+) -> Cluster:
+    """The scenario's cluster of whatever engines `make_engine` makes."""
+    bounds = limits(scenario)
+    return Cluster(
         clock,
         trace,
-        limits(scenario),
-        step_time,
+        bounds.block_size,
+        bounds.capacity_tokens,
         scenario.cluster.instances,
         RoundRobin(),
-        _shared_pool(scenario, clock),
-        max_jump,
+        make_engine,
+        make_machine,
     )
-    return Simulation(clock, cluster)
 
 
 def limits(scenario: Scenario) -> Limits:
@@ -63,6 +125,23 @@ def limits(scenario: Scenario) -> Limits:
         max_num_batched_tokens=engine.max_num_batched_tokens,
         watermark_blocks=int(engine.watermark * scenario.num_gpu_blocks),
     )
+
+
+def decisions_digest(decisions: list[Decision | None]) -> str:
+    """16 hex digits over every decision, in request order; equal for two engines that decide alike."""
+    lines = ("rejected" if decision is None else ",".join(map(str, decision)) for decision in decisions)
+    return sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _decision(sequence: Sequence) -> Decision:
+    if sequence.kv is None:
+        return Decision(sequence.local_hit_len, 0, 0)
+    made = sequence.kv.decisions
+    return Decision(made.local_hit_len, made.external_hit_len, made.granted_len)
+
+
+def _no_machine(_num_prompt_tokens: int) -> None:
+    return None
 
 
 def _shared_pool(scenario: Scenario, clock: Clock) -> SharedPool | None:
