@@ -35,25 +35,27 @@ VERSION = 1
 """Counts changes of what `read` makes of the same files; cached traces of another version are read again."""
 
 GRANULE_LEN = 64
+SIGN = frozenset({"block_size", "hash_id_scope", "requests"})
+"""Names that only this format has at the beginning of a file."""
 SUFFIXES = (".json", ".json.gz")
 PS_PER_MS = PS_PER_S // 1_000
 
 
 def session_files(path: Path) -> list[Path]:
-    """The file itself, or the sessions of a folder in the order of their names."""
+    """The file itself, or the sessions of a folder in the order of their names, at least one."""
     if not path.is_dir():
         return [path]
-    return sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+    found = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+    if not found:
+        raise trace_error(f"{path}:1", "folder", "no session in it", "files named *.json or *.json.gz")
+    return found
 
 
 def read(path: Path) -> Trace:
     """The trace of a session's file or of a folder of them; raises TraceError at the first request that is wrong."""
     builder = TraceBuilder()
     streams = count()
-    sessions = session_files(path)
-    if not sessions:
-        raise trace_error(f"{path}:1", "folder", "no session in it", "*.json or *.json.gz files")
-    for number, file in enumerate(sessions):
+    for number, file in enumerate(session_files(path)):
         head = parse_row(f"{file}:1", files.content(file))
         head.choice("block_size", (GRANULE_LEN,))
         head.choice("hash_id_scope", ("local",))

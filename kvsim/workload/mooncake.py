@@ -24,6 +24,8 @@ VERSION = 1
 GRANULE_LEN = 512
 PS_PER_MS = PS_PER_S // 1_000
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+SIGN = frozenset({"timestamp", "input_length", "output_length"})
+"""Names that only this format has at the beginning of a file."""
 MAX_TIMESTAMP_MS = 2**53
 """Bound up to which a JSON number is an exact millisecond."""
 
