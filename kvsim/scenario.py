@@ -4,6 +4,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from functools import cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -162,22 +163,22 @@ class Scenario(Table):
             raise ValueError("weights and engine.reserved_bytes below device memory x engine.gpu_memory_utilization")
         return self
 
-    @property
+    @cached_property
     def llm(self) -> LlmModel:
         """The chosen model."""
         return catalog.llm_model(self.model.name)
 
-    @property
+    @cached_property
     def gpu(self) -> Device:
         """The chosen device."""
         return catalog.device(self.device.name)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """KV of one block over all layers."""
         return self.llm.kv_bytes_per_token * self.engine.block_size
 
-    @property
+    @cached_property
     def num_gpu_blocks(self) -> int:
         """KV blocks of one instance: the override, else what weights and reserve leave of the memory it may use."""
         if self.engine.num_gpu_blocks is not None:
@@ -197,7 +198,7 @@ class Scenario(Table):
 
 
 def load(source: str, overrides: Iterable[str] = (), trace: TraceWorkload | None = None) -> Scenario:
-    """The scenario of a TOML file or a shipped name, after `section.key=value` overrides and with `trace` as its workload.
+    """The scenario of a TOML file or a shipped name, after `section.key=value` overrides; `trace` replaces its workload.
 
     Raises InvalidToml, whose message is one line.
     """
