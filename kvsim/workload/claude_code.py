@@ -94,21 +94,21 @@ class _Session:
     def _converse(self, rows: list[Row], origin_ps: int, starter: _Request | None) -> _Request:
         """Rows that follow each other, their `t` counted from origin_ps; returns the last request."""
         past: list[_Request] = []
-        awaited: list[_Request] = []
-        last_ps = _t_ps(rows[0])
+        awaited = starter
+        last_ps = 0
         for row in rows:
             row.choice("type", ("n", "s", "subagent") if past else ("n", "s"))
             at_ps = _t_ps(row)
             if at_ps < last_ps:
                 raise row.error("t", "at least the t of the row before it")
             last_ps = at_ps
-            if row.values["type"] == "subagent":
-                group_starter, group_last = self._group(row, origin_ps + at_ps, past)
-                if group_starter is past[-1]:
-                    awaited.append(group_last)
-            else:
-                past.append(self._request(row, origin_ps + at_ps, past[-1] if past else None, awaited, starter))
-                awaited = []
+            if row.values["type"] != "subagent":
+                awaited = self._request(row, origin_ps + at_ps, awaited, past)
+                past.append(awaited)
+                continue
+            group_starter, group_last = self._group(row, origin_ps + at_ps, past)
+            if group_starter is past[-1]:
+                awaited = max(awaited or group_last, group_last, key=lambda request: request.end_ps)
         return past[-1]
 
     def _group(self, row: Row, end_ps: int, past: list[_Request]) -> tuple[_Request, _Request]:
@@ -118,30 +118,23 @@ class _Session:
         if starter is None:
             raise row.error("duration_ms", "a group that starts (t - duration_ms) after its session's first request")
         rows = _requests(row, f"{row.where}.")
-        last = self._converse(rows, start_ps - _t_ps(rows[0]), starter)
+        last = self._converse(rows, start_ps, starter)
         if last.start_ps > end_ps:
-            raise rows[-1].error("t", "a start inside its group's duration_ms")
+            raise rows[-1].error("t", "a start within its group's duration_ms")
         return starter, last
 
-    def _request(
-        self,
-        row: Row,
-        start_ps: int,
-        previous: _Request | None,
-        awaited: list[_Request],
-        starter: _Request | None,
-    ) -> _Request:
-        """One request, after what it waits for."""
+    def _request(self, row: Row, start_ps: int, awaited: _Request | None, past: list[_Request]) -> _Request:
+        """One request that was recorded to start at start_ps and waits for `awaited`."""
         index = len(self.builder)
         service_s = row.optional_number("api_time", below=MAX_SPAN_S)
         think_s = row.optional_number("think_time", below=MAX_SPAN_S)
-        others = max(awaited, key=lambda request: request.end_ps, default=starter if previous is None else None)
-        if others is not None:
-            self.builder.start(start_ps, others.index, max(0, start_ps - others.end_ps), self.number)
-        elif previous is not None:
-            self.builder.start(start_ps, previous.index, _pause_ps(previous, start_ps, think_s), self.number)
-        else:
+        if awaited is None:
             self.builder.start(start_ps, None, 0, self.number)
+        else:
+            pause_ps = max(0, start_ps - awaited.end_ps)
+            if think_s is not None and awaited in past[-1:] and awaited.service_ps is not None:
+                pause_ps = seconds_to_ps(think_s)
+            self.builder.start(start_ps, awaited.index, pause_ps, self.number)
         self._hold(row)
         return _Request(index, start_ps, None if service_s is None else seconds_to_ps(service_s))
 
@@ -167,13 +160,3 @@ def _requests(row: Row, place: str) -> list[Row]:
 
 def _t_ps(row: Row) -> int:
     return seconds_to_ps(row.number("t", below=MAX_SPAN_S))
-
-
-def _pause_ps(previous: _Request, start_ps: int, think_s: float | None) -> int:
-    """Pause between the end of `previous` and a start, by the rule at the top."""
-    gap_ps = start_ps - previous.start_ps
-    if previous.service_ps is None:
-        return gap_ps
-    if think_s is None:
-        return max(0, gap_ps - previous.service_ps)
-    return seconds_to_ps(think_s)
