@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 
 @cache
@@ -256,7 +257,7 @@ def random_sequences(rng):
 
 def random_sequence(rng):
     bounds = [0, *sorted(rng.sample(range(1, 30), rng.randint(1, 4)))]
-    return tuple((rng.randint(0, 2), start, end) for start, end in zip(bounds, bounds[1:], strict=False))
+    return tuple((rng.randint(0, 2), start, end) for start, end in pairwise(bounds))
 
 
 def random_steps(rng, n):

@@ -72,3 +72,8 @@ def test_the_comparison_rejects_a_wrong_pool(wrong):
     with pytest.raises(AssertionError, match="step"):
         for seed in range(20):
             random_program(seed, lambda n: [wrong(n), BlockReference(n)], 100)
+
+
+def test_a_pool_without_blocks_is_refused():
+    with pytest.raises(InvalidArgument, match="num_blocks = 0"):
+        BlockPool(0)
