@@ -80,8 +80,11 @@ class PoolConfig(Table):
 
     segment_bytes_per_instance: PositiveCount
     """Host memory each instance gives to the pool."""
-    lookup_rtt_us: Count = 200
-    lookup_per_key_ns: Count = 2_400
+    lookup_rtt_us: Count = 50
+    """Round trip of a lookup of one key: `batch_is_exist` against a master on loopback (0.3.13.post1, 2 cores, p50 of
+    200 calls, 2026-11-29); add the network's own."""
+    lookup_per_key_ns: Count = 1_000
+    """Slope of the same measurement: 8,192 present keys took 8.0 ms (absent ones 4.5 ms)."""
     lookup_deadline_ms: PositiveCount = 100
     """A lookup that takes longer is a miss."""
     lease_ttl_ms: Count = 10_000
@@ -198,7 +201,7 @@ class Scenario(Table):
 
 
 def load(source: str, overrides: Iterable[str] = (), trace: TraceWorkload | None = None) -> Scenario:
-    """The scenario of a TOML file or a shipped name, after `section.key=value` overrides; `trace` replaces its workload.
+    """The scenario of a file or a shipped name, after `section.key=value` overrides; `trace` replaces the workload.
 
     Raises InvalidToml, whose message is one line.
     """

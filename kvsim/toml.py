@@ -15,7 +15,7 @@ from kvcore.errors import InvalidArgument
 class Table(BaseModel):
     """A TOML table: immutable, no key that is not declared, no silent conversion of types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def _whole(value: object) -> object:

@@ -1,0 +1,86 @@
+"""Every number of models/ has a source, every file loads, every mistake is named."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvcore.errors import InvalidArgument
+from kvsim import catalog, toml
+from kvsim.catalog import Device, LlmModel
+from tests.support import PROJECT
+
+LLAMA = PROJECT / "models" / "llm" / "llama-3.1-8b.toml"
+
+
+def unsourced(text):
+    """Sections that hold a number but not both a source and a date."""
+    tables = tomllib.loads(text)
+    sections = {"top level": tables, **{name: table for name, table in tables.items() if isinstance(table, dict)}}
+    return [
+        name
+        for name, section in sections.items()
+        if any(isinstance(value, int | float) for value in section.values())
+        and not {"source", "date"} <= {key for key, value in section.items() if value}
+    ]
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT / "models").rglob("*.toml")), ids=lambda path: path.stem)
+def test_every_number_has_a_source_and_a_date(path):
+    assert unsourced(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["n = 1", "[a]\nn = 1", "[a]\nn = 1\nsource = 'x'", "[a]\nn = 1\nsource = ''\ndate = 2026-01-01"]
+)
+def test_the_source_check_rejects(text):
+    assert unsourced(text)
+
+
+def test_every_file_loads():
+    assert "llama-3.1-8b" in catalog.llm_models() and "h100-sxm" in catalog.devices()
+    assert all(isinstance(catalog.llm_model(name), LlmModel) for name in catalog.llm_models())
+    assert all(isinstance(catalog.device(name), Device) for name in catalog.devices())
+
+
+def test_llama_by_arithmetic():
+    model = catalog.llm_model("llama-3.1-8b")
+    arch = model.architecture
+    assert model.kv_bytes_per_token == 131_072
+    norms = (2 * arch.num_layers + 1) * arch.hidden_size
+    assert model.weights.num_params == model.linear_params + 2 * model.lm_head_params + norms
+    assert model.num_attention_dims == 32 * 4096
+    # vLLM prints 14.96 GiB for it.
+    assert round(model.weight_bytes / 2**30, 2) == 14.96
+
+
+def test_h100():
+    device = catalog.device("h100-sxm")
+    assert device.memory.capacity_bytes == 80 * 2**30
+    assert device.memory.bandwidth_bytes_per_s == 3_350 * 10**9
+    assert device.compute.bf16_flops_per_s == 989 * 10**12
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(InvalidArgument, match=r"name = 'gpt-5': expected one of .*llama-3.1-8b.*models/llm/gpt-5.toml"):
+        catalog.llm_model("gpt-5")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("num_layers = 32", "num_layers = -1", "architecture.num_layers = -1: expected greater than 0"),
+        ("num_layers = 32", "num_layers = '32'", "architecture.num_layers = '32': expected a valid integer"),
+        ("num_layers = 32", "num_layer = 32", "num_layer = 32: expected a known key; did you mean num_layers"),
+        ("num_layers = 32", "", "architecture.num_layers: expected a value; this key is required"),
+        ("[weights]\nsource", "[weights]\nsauce", "weights.sauce"),
+        ("[weights]", "[weights", "expected TOML (Expected ']'"),
+    ],
+)
+def test_a_wrong_file_names_key_and_fix(tmp_path: Path, old, new, expected):
+    path = tmp_path / "wrong.toml"
+    path.write_text(LLAMA.read_text(encoding="utf-8").replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(toml.InvalidToml) as error:
+        toml.load(LlmModel, path)
+    assert str(error.value).startswith(f"{path}: ") and expected in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,132 @@
+"""The configuration object: what is shipped, what is derived, what overrides do, what mistakes say."""
+
+import pytest
+
+from kvsim import scenario
+from kvsim.scenario import AgenticWorkload, TraceWorkload
+from kvsim.toml import InvalidToml
+
+
+def test_shipped_scenarios_load_and_describe_themselves():
+    shipped = scenario.scenarios()
+    assert {"pool-16", "nopool-16"} <= shipped.keys()
+    assert all(scenario.load(name).scenario.name == name and description for name, description in shipped.items())
+
+
+def test_nopool_is_pool_without_the_pool():
+    pool, nopool = scenario.load("pool-16"), scenario.load("nopool-16")
+    assert pool.pool is not None and nopool.pool is None
+    for section in ("model", "device", "cluster", "engine", "workload"):
+        assert getattr(pool, section) == getattr(nopool, section), section
+
+
+def test_derived_numbers_of_pool_16():
+    config = scenario.load("pool-16")
+    assert config.pool_capacity_bytes == 16 * 256 * 10**9
+    assert config.num_gpus == 16
+    assert config.block_bytes == 2 * 2**20
+    assert config.num_gpu_blocks == (int(80 * 2**30 * 0.9) - 2 * 8_030_261_248 - 3_274_912_563) // 2**21
+    # vLLM prints about 447,000 tokens on this device (less of it is visible, less is reserved).
+    assert 430_000 < config.num_gpu_blocks * 16 < 450_000
+    assert scenario.load("nopool-16").pool_capacity_bytes == 0
+
+
+def test_utilisation_is_the_decimal_that_was_written():
+    few = scenario.load("pool-16", ["engine.gpu_memory_utilization=0.3", "engine.reserved_bytes=0"])
+    # 0.3 as a binary float is a little less than 3/10.
+    assert few.num_gpu_blocks == (80 * 2**30 * 3 // 10 - 2 * 8_030_261_248) // 2**21
+
+
+def test_overrides():
+    config = scenario.load(
+        "pool-16",
+        [
+            "cluster.instances=4",
+            "pool.segment_bytes_per_instance=1e9",
+            "scenario.description=two words",
+            "engine.num_gpu_blocks = 100",
+            "workload.delay_s=5.2",
+        ],
+    )
+    assert (config.cluster.instances, config.pool_capacity_bytes, config.num_gpu_blocks) == (4, 4 * 10**9, 100)
+    assert config.scenario.description == "two words"
+    assert isinstance(config.workload, AgenticWorkload) and config.workload.delay_s == 5.2
+
+
+def test_a_trace_replaces_the_workload():
+    trace = TraceWorkload(trace="conversation.jsonl.gz", format="mooncake")
+    assert scenario.load("pool-16", trace=trace).workload == trace
+
+
+def test_lookup_time():
+    pool = scenario.load("pool-16", ["pool.lookup_rtt_us=7", "pool.lookup_per_key_ns=3"]).pool
+    assert pool.lookup_ps(1000) == 7_000_000 + 3_000_000
+
+
+def test_is_immutable():
+    config = scenario.load("pool-16")
+    with pytest.raises(ValueError, match="frozen"):
+        config.engine.block_size = 32
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("engine.blok_size=3", "engine.blok_size = 3: expected a known key; did you mean block_size?"),
+        ("workload.session=3", "workload.session = 3: expected a known key; did you mean sessions?"),
+        ("pol.capacity=3", "pol = {'capacity': 3}: expected a known key; did you mean pool or model?"),
+        ("engine.block_size=x", "engine.block_size = 'x': expected a valid integer"),
+        ("engine.block_size=0", "engine.block_size = 0: expected greater than 0"),
+        ("engine.block_size=1.5", "engine.block_size = 1.5: expected a valid integer"),
+        ("engine.block_size=true", "engine.block_size = True: expected a valid integer"),
+        ("engine.gpu_memory_utilization=1.5", "engine.gpu_memory_utilization = 1.5: expected less than or equal to 1"),
+        ("engine.gpu_memory_utilization=nan", "engine.gpu_memory_utilization = nan: expected a finite number"),
+        ("engine.gpu_memory_utilization=0.1", "expected weights and engine.reserved_bytes below device memory"),
+        ("model.name=lama-3", "model.name = 'lama-3': expected a known name; did you mean llama-3.1-8b?"),
+        ("cluster.routing=random", "cluster.routing = 'random': expected 'round_robin'"),
+        ("workload.trace=x", "workload.generator = 'agentic': expected no such key beside the others"),
+        ("workload.delay_s=inf", "workload.delay_s = inf: expected a finite number"),
+    ],
+)
+def test_a_wrong_value_names_file_key_and_fix(override, expected):
+    with pytest.raises(InvalidToml) as error:
+        scenario.load("pool-16", [override])
+    assert f"pool-16.toml: {expected}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("foo", "--set foo: expected section.key=value"),
+        ("engine=3", "--set engine=3: expected section.key=value"),
+        ("model.name.x=3", "--set model.name.x=3: expected a section, and name is a value"),
+    ],
+)
+def test_a_wrong_override_says_so(override, expected):
+    with pytest.raises(InvalidToml) as error:
+        scenario.load("pool-16", [override])
+    assert str(error.value) == expected
+
+
+def test_pool_and_link_come_together():
+    with pytest.raises(InvalidToml, match=r"^nopool-16.toml: expected both \[pool\] and \[link\], or neither$"):
+        scenario.load("nopool-16", ["link.latency_us=1"])
+
+
+def test_required_keys_are_named():
+    with pytest.raises(InvalidToml, match=r"pool.segment_bytes_per_instance: expected a value; this key is required"):
+        scenario.load("nopool-16", ["pool.lease_ttl_ms=1"])
+
+
+def test_a_file_is_named_as_the_user_wrote_it(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[scenario]\nname = 'mine'\n", encoding="utf-8")
+    with pytest.raises(InvalidToml) as error:
+        scenario.load(str(path))
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_unknown_scenario_suggests_a_near_one():
+    with pytest.raises(InvalidToml, match=r"^pool-17: expected a .toml file or a known name; did you mean pool-16\?$"):
+        scenario.load("pool-17")
