@@ -1,12 +1,14 @@
 """What a user installs: three packages and the models' data, no tests, and a base import that costs nothing."""
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
 
 import pytest
 
+from tests.house.sources import PACKAGES
 from tests.support import PROJECT
 
 HEAVY = ["vllm", "torch", "mooncake", "numpy", "simpy", "pydantic", "pyarrow", "asyncio", "kvsim"]
@@ -48,6 +50,22 @@ def test_the_base_import_is_light(wheel, tmp_path):
     assert all(result["path"].startswith(str(tmp_path)) for result in probes), "not the wheel's own files"
     assert all(result["heavy"] == [] for result in probes)
     assert min(result["took_ms"] for result in probes) < 60, "a few milliseconds on an idle machine"
+
+
+def test_this_checkout_exposes_three_names_and_no_more(tmp_path):
+    """An editable install has to find the packages from any folder, and must not offer `tests`, `models`, `connector`."""
+    names = ["kvcore", "kvsim", "kvconnector", "tests", "models", "connector"]
+    script = (
+        f"import importlib.util as u; print(*[getattr(u.find_spec(n), 'origin', None) for n in {names}], sep='\\n')"
+    )
+    command = [sys.executable, "-c", script]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=60
+    )
+    ours, others = result.stdout.split()[:3], result.stdout.split()[3:]
+    assert ours == [str(PACKAGES[name] / "__init__.py") for name in names[:3]]
+    assert others == ["None"] * 3
 
 
 def probe(root):
