@@ -1,0 +1,259 @@
+"""The scheduler half: hands vLLM's scheduler events to each request's machine, and its plans to the worker half.
+
+No decision is taken here; `kvcore.request` takes them. Nothing here waits: lookups run on their own thread.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcore.keys import BlockHash, BlockKey, Namespace
+from kvcore.planner import GroupRuns, Planner
+from kvcore.request import KVRequest, Load, Lookup, Offer, PoolPolicy, State, Store
+from kvcore.runs import from_blocks
+from kvcore.spec import GroupSpec
+from kvcore.types import GroupId, Runs
+
+from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
+from kvconnector.transfer import LookupThread
+
+NULL_BLOCK_ID = 0
+"""The engine's placeholder in a block table, for a block it does not hold (any more)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpace:
+    """How blocks of this engine are named in the pool; a block is present when all `num_ranks` shards of it are."""
+
+    namespace: Namespace
+    hash_block_size: int
+    num_ranks: int
+
+    def block_hash(self, hashes: Sequence[bytes], spec: GroupSpec, block: int) -> BlockHash:
+        """The hash over everything up to the end of the group's block, out of the request's chain at the hash unit."""
+        return BlockHash(hashes[(block + 1) * (spec.block_size // self.hash_block_size) - 1])
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request the engine knows or whose plans are still under way."""
+
+    request: Any
+    machine: KVRequest
+    jobs: dict[JobId, "_Job"] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Job:
+    """One plan at the worker: what was left out of it, its entries, pinned blocks, ranks that have not reported."""
+
+    end_plan: Callable[[int, GroupRuns], object]
+    ticket: int
+    missing: list[tuple[GroupId, int]]
+    entries: tuple[Entry, ...]
+    pinned: list[Any]
+    ranks_left: int
+    failed: set[int] = field(default_factory=set)
+
+
+class SchedulerHalf:
+    """One per engine. `clock_ns` is monotonic; `on_closed` is called with each request whose last plan has ended."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        policy: PoolPolicy,
+        keys: KeySpace,
+        lookups: LookupThread,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.on_closed: Callable[[Any, KVRequest], None] = lambda request, machine: None
+        self._planner = planner
+        self._policy = policy
+        self._keys = keys
+        self._ranks = keys.num_ranks
+        self._lookups = lookups
+        self._clock_ns = clock_ns
+        self._pool: Any = None
+        self._tracked: dict[str, _Tracked] = {}
+        self._owners: dict[JobId, str] = {}
+        self._loads: list[LoadJob] = []
+        self._stores: list[StoreJob] = []
+        self._next_job = 0
+
+    def bind_gpu_block_pool(self, pool: Any) -> None:
+        """The engine's block pool, whose reference counts pin what a store reads."""
+        self._pool = pool
+
+    # -- before admission -------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens that can be loaded beyond the local hit, asynchronously); None while the pool has not answered."""
+        tracked = self._track(request)
+        if tracked.machine.state is State.COMPUTING:
+            tracked.machine.preempted()  # the engine does not say so before it asks again
+        self._take_answers()
+        answer = tracked.machine.consider(num_computed_tokens, request.num_tokens, self._clock_ns())
+        if isinstance(answer, Offer):
+            return answer.num_tokens, answer.num_tokens > 0
+        if isinstance(answer, Lookup):
+            self._ask(tracked, answer)
+        return None, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The scheduler admitted the request; what it granted is loaded into the blocks it allocated."""
+        tracked = self._track(request)
+        load = tracked.machine.granted(num_external_tokens)
+        if load is not None:
+            self._load(tracked, load, blocks.get_block_ids())
+
+    # -- a step -----------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, output: Any) -> StepMetadata:
+        """What the worker half is to do in this step: loads that were granted, stores of what the step fills."""
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            store = tracked.machine.computed(tracked.request.num_computed_tokens + num_tokens)
+            if store is not None:
+                self._store(tracked, store, output.kv_connector_block_state.get_block_ids(request_id))
+        loads, self._loads = self._loads, []
+        stores, self._stores = self._stores, []
+        return StepMetadata(tuple(loads), tuple(stores))
+
+    def update_connector_output(self, report: WorkerReport | None) -> None:
+        """Jobs that ended at some rank: the last report ends the plan and takes the pins off its blocks."""
+        if report is None:
+            return
+        for job_id, num_ranks, failed in report.finished:
+            self._report(job_id, num_ranks, failed)
+
+    def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
+        """The request ended; its blocks may be freed at once, those still to be stored are pinned."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return False, None
+        self._lookups.forget(request.request_id)
+        # The last sampled token, and what an overlapping step may still be computing, has no KV yet.
+        num_valid = min(request.num_computed_tokens, request.num_tokens - 1)
+        store = tracked.machine.finished(num_valid)
+        if store is not None:
+            self._store(tracked, store, block_ids)
+        self._close(request.request_id, tracked)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must go on stepping so that jobs can be reported."""
+        return bool(self._owners)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _track(self, request: Any) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            machine = KVRequest(self._planner, self._policy, request.num_prompt_tokens)
+            tracked = self._tracked[request.request_id] = _Tracked(request, machine)
+        return tracked
+
+    def _ask(self, tracked: _Tracked, lookup: Lookup) -> None:
+        hashes = tracked.request.block_hashes
+        keys = [
+            BlockKey(self._keys.namespace, group, rank, self._keys.block_hash(hashes, spec, block))
+            for group, spec, block in self._blocks(lookup.blocks)
+            for rank in range(self._ranks)
+        ]
+        self._lookups.submit(tracked.request.request_id, lookup, keys, self._policy.lookup_deadline_ns)
+
+    def _take_answers(self) -> None:
+        for request_id, lookup, present in self._lookups.take_answers():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.machine.lookup_answered(lookup.ticket, self._present(lookup, present), self._clock_ns())
+
+    def _present(self, lookup: Lookup, present: Sequence[bool]) -> GroupRuns:
+        """The blocks all of whose shards are there; `present` has one entry per key, in the order they were asked."""
+        ranks = self._ranks
+        found: list[list[int]] = [[] for _ in lookup.blocks]
+        for index, (group, _, block) in enumerate(self._blocks(lookup.blocks)):
+            if all(present[index * ranks : (index + 1) * ranks]):
+                found[group].append(block)
+        return tuple(from_blocks(blocks) for blocks in found)
+
+    def _load(self, tracked: _Tracked, load: Load, block_ids: Sequence[Sequence[int]]) -> None:
+        entries, missing = self._entries(tracked, load.blocks, block_ids)
+        assert not missing, f"no block to load into: {missing}"
+        unproven, _ = self._entries(tracked, load.unproven, block_ids)
+        job_id = self._open_job(tracked, _Job(tracked.machine.load_finished, load.ticket, [], entries, [], self._ranks))
+        unwritten = tuple(entry.block_id for entry in unproven)
+        self._loads.append(LoadJob(job_id, tracked.request.request_id, entries, unwritten))
+
+    def _store(self, tracked: _Tracked, store: Store, block_ids: Sequence[Sequence[int]]) -> None:
+        """A window group may have given a block back before it was to be stored; that one counts as not written."""
+        entries, missing = self._entries(tracked, store.blocks, block_ids)
+        pinned = [self._pool.blocks[entry.block_id] for entry in entries]
+        self._pool.touch(pinned)
+        job = _Job(tracked.machine.store_finished, store.ticket, missing, entries, pinned, self._ranks)
+        self._stores.append(StoreJob(self._open_job(tracked, job), tracked.request.request_id, entries))
+
+    def _open_job(self, tracked: _Tracked, job: _Job) -> JobId:
+        self._next_job += 1
+        job_id = JobId(self._next_job)
+        tracked.jobs[job_id] = job
+        self._owners[job_id] = tracked.request.request_id
+        return job_id
+
+    def _report(self, job_id: JobId, num_ranks: int, failed: Iterable[int]) -> None:
+        request_id = self._owners.get(job_id)
+        if request_id is None:
+            return
+        tracked = self._tracked[request_id]
+        job = tracked.jobs[job_id]
+        job.failed.update(failed)
+        job.ranks_left -= num_ranks
+        if job.ranks_left > 0:
+            return
+        del self._owners[job_id], tracked.jobs[job_id]
+        self._pool.free_blocks(reversed(job.pinned))
+        job.end_plan(job.ticket, self._failed_runs(job))
+        self._close(request_id, tracked)
+
+    def _failed_runs(self, job: _Job) -> GroupRuns:
+        failed: list[list[int]] = [[] for _ in self._planner.model.groups]
+        for group, position in job.missing:
+            failed[group].append(position)
+        for index in job.failed:
+            failed[job.entries[index].group].append(job.entries[index].position)
+        return tuple(from_blocks(blocks) for blocks in failed)
+
+    def _close(self, request_id: str, tracked: _Tracked) -> None:
+        if tracked.machine.closed and not tracked.jobs:
+            del self._tracked[request_id]
+            self.on_closed(tracked.request, tracked.machine)
+
+    def _entries(
+        self, tracked: _Tracked, blocks: GroupRuns, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[tuple[Entry, ...], list[tuple[GroupId, int]]]:
+        """The blocks with hash and block id, and (group, position) of those for which the engine holds none."""
+        hashes = tracked.request.block_hashes
+        entries: list[Entry] = []
+        missing: list[tuple[GroupId, int]] = []
+        for group, spec, block in self._blocks(blocks):
+            block_id = block_ids[group][block] if block < len(block_ids[group]) else NULL_BLOCK_ID
+            if block_id == NULL_BLOCK_ID:
+                missing.append((group, block))
+            else:
+                entries.append(Entry(group, block, self._keys.block_hash(hashes, spec, block), block_id))
+        return tuple(entries), missing
+
+    def _blocks(self, blocks: GroupRuns) -> Iterable[tuple[GroupId, GroupSpec, int]]:
+        """(group, its spec, position) of every block, group by group in ascending order."""
+        for group, (spec, runs) in enumerate(zip(self._planner.model.groups, blocks, strict=True)):
+            for block in _positions(runs):
+                yield GroupId(group), spec, block
+
+
+def _positions(runs: Runs) -> Iterable[int]:
+    for start, end in runs:
+        yield from range(start, end)
