@@ -53,7 +53,7 @@ def test_the_base_import_is_light(wheel, tmp_path):
 
 
 def test_this_checkout_exposes_three_names_and_no_more(tmp_path):
-    """An editable install has to find the packages from any folder, and must not offer `tests`, `models`, `connector`."""
+    """An editable install finds the packages from any folder, and offers no `tests`, `models` or `connector`."""
     names = ["kvcore", "kvsim", "kvconnector", "tests", "models", "connector"]
     script = (
         f"import importlib.util as u; print(*[getattr(u.find_spec(n), 'origin', None) for n in {names}], sep='\\n')"
