@@ -1,0 +1,1 @@
+"""Eviction policies: which key leaves a full cache. One policy, one file."""
