@@ -6,7 +6,7 @@ small class here or in the caller's own module; nothing else changes.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvcore.errors import require
@@ -116,11 +116,9 @@ class ModelSpec:
     """The KV cache groups of one model, in the engine's order."""
 
     groups: tuple[GroupSpec, ...]
+    alignment: int = field(init=False)
+    """Every hit ends on a multiple of this many tokens: the least common multiple of the block sizes."""
 
     def __post_init__(self) -> None:
         require(self.groups, "groups", self.groups, "at least one KV cache group")
-
-    @property
-    def alignment(self) -> int:
-        """Every hit ends on a multiple of this many tokens: the least common multiple of the block sizes."""
-        return math.lcm(*(group.block_size for group in self.groups))
+        object.__setattr__(self, "alignment", math.lcm(*(group.block_size for group in self.groups)))
