@@ -233,16 +233,19 @@ class MooncakePool:
         cut = extents[first:last]
         if not cut:
             return []
-        sides = (cut[0]._replace(end=start), cut[-1]._replace(start=end))
-        outside = [side for side in sides if side.start < side.end]
+        outside: list[Extent] = []
+        if cut[0].start < start:
+            left, cut[0] = _halves(cut[0], start)
+            outside.append(left)
+        if end < cut[-1].end:
+            cut[-1], right = _halves(cut[-1], end)
+            outside.append(right)
         extents[first:last] = outside
         self._num_extents += len(outside) - len(cut)
         if not extents:
             del self._extents[lineage]
         for part in outside:
             self._enqueue(lineage, part)
-        cut[0] = cut[0]._replace(start=max(start, cut[0].start))
-        cut[-1] = cut[-1]._replace(end=min(end, cut[-1].end))
         return cut
 
     def _is_live(self, key: EvictionKey) -> bool:
@@ -270,6 +273,12 @@ class MooncakePool:
         self._cut(lineage, end - count, end)
         self._account(lineage, -count)
         return count
+
+
+def _halves(extent: Extent, block: int) -> tuple[Extent, Extent]:
+    """The extent cut at `block`: [start, block) and [block, end)."""
+    start, end, lease_ns, grant = extent
+    return Extent(start, block, lease_ns, grant), Extent(block, end, lease_ns, grant)
 
 
 def _eviction_key(lineage: Lineage, extent: Extent) -> EvictionKey:
