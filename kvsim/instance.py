@@ -64,7 +64,7 @@ class Instance:
         self._max_jump = max_jump
         self._inbox: list[Action] = []
         self._step = Step()
-        self._jump = Jump(0, 0, 0, 0, 0, 0)
+        self._jump = Jump(0, 0, 1, 0, 0, 0)
         self._turn_alarm: Alarm | None = None
 
     def attach(self, client: PoolClient) -> None:
