@@ -112,7 +112,7 @@ class LinkConfig(Table):
 
 
 class AgenticWorkload(Table):
-    """Sessions that all start at once and never shrink: turn t's prompt is all before it plus `turn_len` new tokens."""
+    """Sessions that never shrink: turn t's prompt is all before it plus `turn_len` new tokens."""
 
     generator: Literal["agentic"]
     sessions: PositiveCount
@@ -126,6 +126,8 @@ class AgenticWorkload(Table):
     output_len: PositiveCount
     delay_s: Annotated[float, Field(ge=0)] = 0.0
     """Pause between an answer and the session's next turn."""
+    start_spread_s: Annotated[float, Field(ge=0)] = 0.0
+    """Sessions start uniformly at random in [0, start_spread_s); 0 starts all at once."""
 
 
 class TraceWorkload(Table):
