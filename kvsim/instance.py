@@ -137,10 +137,9 @@ class Instance:
         self.num_steps += num_steps
         if num_steps > 1:
             self.scheduler.take_jump_blocks(self._step, num_steps)
-        first_token_ps = self._jump.end_of_step(1)
         for sequence, before, num_new in self._step.scheduled:
-            if before < sequence.input_len <= before + num_new:
-                self._log.add(first_token_ps, Kind.FIRST_TOKEN, sequence.index)
+            if not sequence.num_output and before + num_new == sequence.input_len:
+                self._log.add(self._clock.now_ps, Kind.FIRST_TOKEN, sequence.index)
         finished = self.scheduler.complete(self._step, num_steps)
         if self._client is not None:
             self._client.start_stores()

@@ -48,8 +48,8 @@ class Step:
     """With the computed tokens that are lost."""
 
     def is_pure_decode(self) -> bool:
-        """Every sequence computes its last token, and so generates one."""
-        return all(before + 1 == sequence.num_tokens for sequence, before, _ in self.scheduled)
+        """Every sequence computes the last token that it generated, and so generates the next one."""
+        return all(sequence.num_output and before + 1 == sequence.num_tokens for sequence, before, _ in self.scheduled)
 
 
 class Pool(Protocol):
