@@ -1,0 +1,204 @@
+"""The connector's settings, read strictly: a misspelt key is an error that names its neighbours.
+
+A value comes from `kv_connector_extra_config`, else from Mooncake's environment variable, else from the JSON file that
+MOONCAKE_CONFIG_PATH names, else from the default.
+"""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+
+from kvcore.errors import InvalidArgument, require
+
+CONFIG_PATH_VARIABLE = "MOONCAKE_CONFIG_PATH"
+
+_ENVIRONMENT = {
+    "master_server_address": "MOONCAKE_MASTER",
+    "metadata_server": "MOONCAKE_TE_META_DATA_SERVER",
+    "protocol": "MOONCAKE_PROTOCOL",
+    "device_name": "MOONCAKE_DEVICE",
+    "local_hostname": "MOONCAKE_REQUESTER_LOCAL_HOSTNAME",
+    "global_segment_size": "MOONCAKE_GLOBAL_SEGMENT_SIZE",
+    "local_buffer_size": "MOONCAKE_LOCAL_BUFFER_SIZE",
+    "tenant_id": "MOONCAKE_TENANT_ID",
+}
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+_POWER_OF_1024 = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class Role(Enum):
+    """vLLM's kv_role: what this engine does with the pool."""
+
+    PRODUCER = "kv_producer"
+    CONSUMER = "kv_consumer"
+    BOTH = "kv_both"
+
+    @property
+    def loads(self) -> bool:
+        """Whether it looks up and loads."""
+        return self is not Role.PRODUCER
+
+    @property
+    def stores(self) -> bool:
+        """Whether it stores."""
+        return self is not Role.CONSUMER
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """How to join the Mooncake store; the names and meanings are Mooncake's.
+
+    An empty `local_hostname` is replaced by the engine's own address. `rpc_timeout_ms` bounds each call to the master.
+    """
+
+    master_server_address: str
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device_name: str = ""
+    local_hostname: str = ""
+    global_segment_bytes: int = 0
+    local_buffer_bytes: int = 64 << 20
+    tenant_id: str = "default"
+    rpc_timeout_ms: int = 5_000
+
+    def lookup_only(self) -> "PoolConfig":
+        """The same store for a client that moves no values."""
+        return replace(self, global_segment_bytes=0, local_buffer_bytes=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """Everything a user can set. A job that has not begun by its deadline fails without touching a block.
+
+    `offer_ttl_ms` must stay below the master's lease (`--default_kv_lease_ttl`, 5 s unless set). `model_id` names the
+    weights in the key namespace (empty: the model's path and revision); `namespace` adds fields to it.
+    """
+
+    pool: PoolConfig
+    role: Role = Role.BOTH
+    lookup_deadline_ms: int = 50
+    load_deadline_ms: int = 10_000
+    store_deadline_ms: int = 30_000
+    offer_ttl_ms: int = 4_000
+    max_load_attempts: int = 2
+    model_id: str = ""
+    namespace: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_config(
+    extra: Mapping[str, object], kv_role: str | None, environment: Mapping[str, str] | None = None
+) -> ConnectorConfig:
+    """The settings for one engine; `environment` is the process's own unless given.
+
+    Raises InvalidArgument naming the key, its value, what was expected and, for an unknown key, its near neighbours.
+    """
+    source = _Source(extra, os.environ if environment is None else environment)
+    pool = PoolConfig(
+        master_server_address=source.text("master_server_address", ""),
+        metadata_server=source.text("metadata_server", "P2PHANDSHAKE"),
+        protocol=source.text("protocol", "tcp").lower(),
+        device_name=source.text("device_name", ""),
+        local_hostname=source.text("local_hostname", ""),
+        global_segment_bytes=source.size_bytes("global_segment_size", 0),
+        local_buffer_bytes=source.size_bytes("local_buffer_size", 64 << 20),
+        tenant_id=source.text("tenant_id", "default"),
+        rpc_timeout_ms=source.count("rpc_timeout_ms", 5_000, at_least=1),
+    )
+    config = ConnectorConfig(
+        pool=pool,
+        role=_role(kv_role),
+        lookup_deadline_ms=source.count("lookup_deadline_ms", 50, at_least=1),
+        load_deadline_ms=source.count("load_deadline_ms", 10_000, at_least=1),
+        store_deadline_ms=source.count("store_deadline_ms", 30_000, at_least=1),
+        offer_ttl_ms=source.count("offer_ttl_ms", 4_000, at_least=1),
+        max_load_attempts=source.count("max_load_attempts", 2, at_least=0),
+        model_id=source.text("model_id", ""),
+        namespace=source.texts("namespace"),
+    )
+    source.refuse_unknown()
+    require(
+        pool.master_server_address,
+        "master_server_address",
+        pool.master_server_address,
+        "HOST:PORT of the Mooncake master, in kv_connector_extra_config, in MOONCAKE_MASTER, or in the file that "
+        "MOONCAKE_CONFIG_PATH names",
+    )
+    return config
+
+
+class _Source:
+    """Where values come from; remembers which keys were asked for, which are the known ones."""
+
+    def __init__(self, extra: Mapping[str, object], environment: Mapping[str, str]) -> None:
+        self._extra = extra
+        self._environment = environment
+        self._file = _read_file(environment.get(CONFIG_PATH_VARIABLE))
+        self._known: set[str] = set()
+
+    def text(self, key: str, default: str) -> str:
+        value = self._value(key, default)
+        require(isinstance(value, str), key, value, "a string")
+        return str(value)
+
+    def texts(self, key: str) -> Mapping[str, str]:
+        value = self._value(key, {})
+        valid = isinstance(value, Mapping) and all(isinstance(v, str) for pair in value.items() for v in pair)
+        if not isinstance(value, Mapping) or not valid:
+            raise InvalidArgument(key, value, "an object of strings")
+        return dict(value)
+
+    def count(self, key: str, default: int, at_least: int) -> int:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise InvalidArgument(key, value, f"an integer >= {at_least}")
+        return value
+
+    def size_bytes(self, key: str, default_bytes: int) -> int:
+        value = self._value(key, default_bytes)
+        match = None if isinstance(value, bool) else _SIZE.fullmatch(str(value))
+        if match is None:
+            raise InvalidArgument(key, value, 'bytes, or a text such as "64MB" or "4GiB" (powers of 1024)')
+        number, unit = match.groups()
+        return int(float(number) * 1024 ** _POWER_OF_1024[unit.lower()])
+
+    def refuse_unknown(self) -> None:
+        for key in self._extra:
+            if key not in self._known:
+                near = difflib.get_close_matches(key, self._known, n=3)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(sorted(self._known))}"
+                raise InvalidArgument("kv_connector_extra_config key", key, f"a known key; {hint}")
+
+    def _value(self, key: str, default: object) -> object:
+        self._known.add(key)
+        if key in self._extra:
+            return self._extra[key]
+        variable = _ENVIRONMENT.get(key)
+        if variable in self._environment:
+            return self._environment[variable]
+        # The file is Mooncake's: only its own settings are read from it, and more may be in it.
+        return self._file.get(key, default) if variable else default
+
+
+def _read_file(path: str | None) -> Mapping[str, object]:
+    if not path:
+        return {}
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(CONFIG_PATH_VARIABLE, path, f"a readable JSON file ({error})") from error
+    if not isinstance(content, dict):
+        raise InvalidArgument(CONFIG_PATH_VARIABLE, path, "a file with one JSON object")
+    return content
+
+
+def _role(kv_role: str | None) -> Role:
+    try:
+        return Role(kv_role)
+    except ValueError:
+        raise InvalidArgument("kv_role", kv_role, f"one of {', '.join(role.value for role in Role)}") from None

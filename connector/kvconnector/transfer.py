@@ -1,0 +1,153 @@
+"""All concurrency: jobs go in on the engine's thread, come out there as reports, and run elsewhere in between."""
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from kvconnector.metadata import Ended, LoadJob, StoreJob
+from kvcore.keys import BlockKey
+from kvcore.ports import Clock, KVStore, StoreOutcome
+from kvcore.units import NS_PER_MS
+
+logger = logging.getLogger(__name__)
+
+JobT = TypeVar("JobT", LoadJob, StoreJob)
+
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class TransferThread(Generic[JobT]):
+    """Runs jobs one after the other. Each ends exactly once; while it has not, its blocks are in use.
+
+    `move(job, deadline_ns)` gives one outcome per entry and returns only when no byte moves any more. A job that waits
+    in the queue beyond its deadline ends there, without a byte moved; one that runs is never given up.
+    """
+
+    def __init__(
+        self, name: str, move: Callable[[JobT, int], Sequence[StoreOutcome]], deadline_ms: int, clock: Clock
+    ) -> None:
+        self.outcomes: Counter[StoreOutcome] = Counter()
+        """Entries of ended jobs by outcome."""
+        self._move = move
+        self._patience_ns = deadline_ms * NS_PER_MS
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[JobT, int, Callable[[], object]]] = deque()
+        self._ended: list[tuple[JobT, Ended]] = []
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: JobT, ready: Callable[[], object] = lambda: None) -> None:
+        """Run the job after those submitted before; its thread first calls `ready`, which may wait."""
+        with self._changed:
+            self._waiting.append((job, self._clock.now_ns() + self._patience_ns, ready))
+            self._changed.notify()
+
+    def take_ended(self) -> list[tuple[JobT, Ended]]:
+        """The jobs that ended since the last call, with what failed."""
+        now_ns = self._clock.now_ns()
+        with self._changed:
+            while self._waiting and self._waiting[0][1] <= now_ns:
+                job, _, _ = self._waiting.popleft()
+                self._end(job, [StoreOutcome.TIMEOUT] * len(job.entries))
+            ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> bool:
+        """Stop after the running job, and say whether it has ended; what waits never runs."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting)
+                if self._closed:
+                    return
+                job, deadline_ns, ready = self._waiting.popleft()
+            outcomes = self._outcomes(job, deadline_ns, ready)
+            with self._changed:
+                self._end(job, outcomes)
+
+    def _outcomes(self, job: JobT, deadline_ns: int, ready: Callable[[], object]) -> Sequence[StoreOutcome]:
+        try:
+            ready()
+            outcomes = self._move(job, deadline_ns)
+            assert len(outcomes) == len(job.entries), (len(outcomes), len(job.entries))
+        except Exception:
+            logger.exception("job %d of request %s failed", job.job_id, job.request_id)
+            outcomes = [StoreOutcome.UNAVAILABLE] * len(job.entries)
+        return outcomes
+
+    def _end(self, job: JobT, outcomes: Sequence[StoreOutcome]) -> None:
+        self.outcomes.update(outcomes)
+        failed = tuple(index for index, outcome in enumerate(outcomes) if outcome is not StoreOutcome.OK)
+        self._ended.append((job, Ended(job.job_id, 1, failed)))
+
+
+class LookupThread:
+    """Asks the pool which keys exist, in the order of the questions; nobody waits for it.
+
+    `question` is the asker's own and comes back with the answer.
+    """
+
+    def __init__(self, store: KVStore[Any], clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._asked: deque[tuple[str, Any, Sequence[BlockKey], int]] = deque()
+        self._answered: list[tuple[str, Any, Sequence[bool]]] = []
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvtwin-lookup", daemon=True)
+        self._thread.start()
+
+    def submit(self, request_id: str, question: Any, keys: Sequence[BlockKey], patience_ns: int) -> None:
+        """Ask for the keys; what is not known within `patience_ns` from now is answered as absent."""
+        with self._changed:
+            self._asked.append((request_id, question, keys, self._clock.now_ns() + patience_ns))
+            self._changed.notify()
+
+    def take_answers(self) -> list[tuple[str, Any, Sequence[bool]]]:
+        """(request id, question, per key whether it is there) of the questions answered since the last call."""
+        with self._changed:
+            answered, self._answered = self._answered, []
+        return answered
+
+    def forget(self, request_id: str) -> None:
+        """Drop the request's questions that nobody works on, and its answers."""
+        with self._changed:
+            self._asked = deque(asked for asked in self._asked if asked[0] != request_id)
+            self._answered = [answer for answer in self._answered if answer[0] != request_id]
+
+    def close(self) -> bool:
+        """Stop, and say whether the thread has ended."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._asked)
+                if self._closed:
+                    return
+                request_id, question, keys, deadline_ns = self._asked.popleft()
+            present = self._present(keys, deadline_ns)
+            with self._changed:
+                self._answered.append((request_id, question, present))
+
+    def _present(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[bool]:
+        try:
+            return [outcome is StoreOutcome.OK for outcome in self._store.exists(keys, deadline_ns)]
+        except Exception:
+            logger.exception("lookup of %d keys failed", len(keys))
+            return [False] * len(keys)
