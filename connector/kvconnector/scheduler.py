@@ -3,20 +3,19 @@
 No decision is taken here; `kvcore.request` takes them. Nothing here waits: lookups run on their own thread.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
+from kvconnector.transfer import LookupThread
 from kvcore.keys import BlockHash, BlockKey, Namespace
 from kvcore.planner import GroupRuns, Planner
+from kvcore.ports import Clock
 from kvcore.request import KVRequest, Load, Lookup, Offer, PoolPolicy, State, Store
 from kvcore.runs import from_blocks
 from kvcore.spec import GroupSpec
 from kvcore.types import GroupId, Runs
-
-from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
-from kvconnector.transfer import LookupThread
 
 NULL_BLOCK_ID = 0
 """The engine's placeholder in a block table, for a block it does not hold (any more)."""
@@ -58,7 +57,7 @@ class _Job:
 
 
 class SchedulerHalf:
-    """One per engine. `clock_ns` is monotonic; `on_closed` is called with each request whose last plan has ended."""
+    """One per engine. `on_closed` is called with each request whose last plan has ended, and its machine."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class SchedulerHalf:
         policy: PoolPolicy,
         keys: KeySpace,
         lookups: LookupThread,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
+        clock: Clock,
     ) -> None:
         self.on_closed: Callable[[Any, KVRequest], None] = lambda request, machine: None
         self._planner = planner
@@ -74,7 +73,7 @@ class SchedulerHalf:
         self._keys = keys
         self._ranks = keys.num_ranks
         self._lookups = lookups
-        self._clock_ns = clock_ns
+        self._clock = clock
         self._pool: Any = None
         self._tracked: dict[str, _Tracked] = {}
         self._owners: dict[JobId, str] = {}
@@ -94,7 +93,7 @@ class SchedulerHalf:
         if tracked.machine.state is State.COMPUTING:
             tracked.machine.preempted()  # the engine does not say so before it asks again
         self._take_answers()
-        answer = tracked.machine.consider(num_computed_tokens, request.num_tokens, self._clock_ns())
+        answer = tracked.machine.consider(num_computed_tokens, request.num_tokens, self._clock.now_ns())
         if isinstance(answer, Offer):
             return answer.num_tokens, answer.num_tokens > 0
         if isinstance(answer, Lookup):
@@ -121,7 +120,7 @@ class SchedulerHalf:
                 self._store(tracked, store, output.kv_connector_block_state.get_block_ids(request_id))
         loads, self._loads = self._loads, []
         stores, self._stores = self._stores, []
-        return StepMetadata(tuple(loads), tuple(stores))
+        return StepMetadata(self._keys.namespace, tuple(loads), tuple(stores))
 
     def update_connector_output(self, report: WorkerReport | None) -> None:
         """Jobs that ended at some rank: the last report ends the plan and takes the pins off its blocks."""
@@ -170,7 +169,7 @@ class SchedulerHalf:
         for request_id, lookup, present in self._lookups.take_answers():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
-                tracked.machine.lookup_answered(lookup.ticket, self._present(lookup, present), self._clock_ns())
+                tracked.machine.lookup_answered(lookup.ticket, self._present(lookup, present), self._clock.now_ns())
 
     def _present(self, lookup: Lookup, present: Sequence[bool]) -> GroupRuns:
         """The blocks all of whose shards are there; `present` has one entry per key, in the order they were asked."""
