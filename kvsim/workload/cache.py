@@ -7,7 +7,6 @@ import hashlib
 import os
 import zipfile
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ import numpy as np
 
 from kvsim.workload.trace import COLUMN_NAMES, Trace
 
-# What a damaged entry raises on its way to a Trace.
-UNUSABLE = (OSError, EOFError, ValueError, KeyError, IndexError, AssertionError, zipfile.BadZipFile)
+# No folder to write in (RuntimeError: nor a home where one could be); what a damaged entry raises on its way to a Trace.
+UNWRITABLE = (OSError, RuntimeError)
+UNUSABLE = (*UNWRITABLE, EOFError, ValueError, KeyError, IndexError, AssertionError, zipfile.BadZipFile)
 
 
 def fingerprint(path: Path, sources: Iterable[Path], reader: str) -> str:
@@ -31,7 +31,7 @@ def fingerprint(path: Path, sources: Iterable[Path], reader: str) -> str:
 def load(path: Path, expected: str) -> Trace | None:
     """The trace stored for `path` under the expected fingerprint, or None."""
     try:
-        with np.load(_entry(path), allow_pickle=False) as stored:
+        with _entry(path).open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             if str(stored["fingerprint"]) != expected:
                 return None
             columns = [stored[name] for name in COLUMN_NAMES]
@@ -49,16 +49,22 @@ def store(path: Path, current: str, trace: Trace) -> None:
         "granule_len": trace.granule_len,
     }
     columns = {name: getattr(trace, name) for name in COLUMN_NAMES}
-    entry = _entry(path)
+    try:
+        entry = _entry(path)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        _write(entry, about | columns)
+    except UNWRITABLE:
+        return
+
+
+def _write(entry: Path, arrays: dict[str, Any]) -> None:
     part = entry.with_suffix(f".{os.getpid()}.part")
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as stream:
-            np.savez(stream, **(about | columns))
+            np.savez(stream, **arrays)
         part.replace(entry)
-    except OSError:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _entry(path: Path) -> Path:

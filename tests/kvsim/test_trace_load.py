@@ -1,0 +1,196 @@
+"""Which format a path is in, and the cache of parsed traces, which may never change a result."""
+
+import gzip
+import json
+import os
+
+import numpy as np
+import pytest
+
+from kvcore.errors import InvalidArgument
+from kvsim.workload import cache, load
+from kvsim.workload.load import load_trace, sniff
+from kvsim.workload.trace import COLUMN_NAMES, TraceError
+
+ROW = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}
+SESSION = {
+    "id": "s",
+    "block_size": 64,
+    "hash_id_scope": "local",
+    "requests": [{"t": 0.0, "type": "n", "in": 70, "out": 1, "hash_ids": [1]}],
+}
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    return tmp_path / "xdg" / "kvtwin"
+
+
+@pytest.fixture
+def mooncake_file(tmp_path):
+    path = tmp_path / "rows.anything"
+    path.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "hash_ids": [1, 3]}) + "\n")
+    return path
+
+
+@pytest.fixture
+def session_folder(tmp_path):
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    (folder / "b.json").write_text(json.dumps(SESSION, indent=1))
+    (folder / "a.json.gz").write_bytes(gzip.compress(json.dumps(SESSION).encode()))
+    (folder / "README.md").write_text("not a session")
+    return folder
+
+
+def same(left, right):
+    return (left.name, left.format, left.granule_len) == (right.name, right.format, right.granule_len) and all(
+        np.array_equal(getattr(left, name), getattr(right, name)) for name in COLUMN_NAMES
+    )
+
+
+def test_the_format_is_told_by_content(mooncake_file, session_folder):
+    assert sniff(mooncake_file) == "mooncake"
+    assert [sniff(path) for path in (session_folder, session_folder / "b.json", session_folder / "a.json.gz")] == [
+        "claude-code"
+    ] * 3
+    assert load_trace(mooncake_file).format == "mooncake"
+    assert load_trace(str(session_folder)).num_sessions == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no JSON fields"),
+        ("hello", "no JSON fields"),
+        ('{"prompt": "x", "n": 3}', "fields n, prompt"),
+        (json.dumps(ROW) + json.dumps(SESSION), "fields block_size, hash_id_scope, hash_ids, id"),
+    ],
+)
+def test_an_unknown_format_is_an_error_that_lists_the_formats(tmp_path, text, says):
+    path = tmp_path / "what"
+    path.write_text(text)
+    with pytest.raises(TraceError) as caught:
+        load_trace(path)
+    assert str(caught.value) == f"{path}:1: format, {says}, expected one of mooncake, claude-code"
+
+
+def test_a_bad_first_row_is_told_by_its_reader(tmp_path):
+    path = tmp_path / "t"
+    path.write_text('{"timestamp": 0, "input_length": 600}')
+    with pytest.raises(TraceError, match="t:1: output_length, missing, expected an integer"):
+        load_trace(path)
+
+
+def test_a_given_format_is_taken_at_its_word(mooncake_file):
+    with pytest.raises(TraceError, match=":1: JSON, b'"):
+        load_trace(mooncake_file, "claude-code")
+    with pytest.raises(InvalidArgument, match="format = 'csv': expected mooncake or claude-code"):
+        load_trace(mooncake_file, "csv")
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("fmt", [None, "mooncake", "claude-code"])
+def test_a_missing_path_is_one_line(tmp_path, fmt, use_cache):
+    with pytest.raises(TraceError) as caught:
+        load_trace(tmp_path / "none", fmt, use_cache=use_cache)
+    assert str(caught.value).startswith(f"{tmp_path / 'none'}")
+    assert "No such file or directory" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def forbidden(_path):
+    raise AssertionError("parsed again")
+
+
+@pytest.fixture
+def no_parsing(monkeypatch):
+    """After `no_parsing()`, a trace that is not cached cannot be had."""
+
+    def forbid():
+        for name, known in load.FORMATS.items():
+            monkeypatch.setitem(load.FORMATS, name, load.Format(forbidden, known.version, known.fields))
+
+    return forbid
+
+
+def test_a_trace_is_parsed_once(mooncake_file, session_folder, no_parsing):
+    first = [load_trace(path) for path in (mooncake_file, session_folder)]
+    no_parsing()
+    second = [load_trace(path) for path in (mooncake_file, session_folder)]
+    assert all(same(left, right) for left, right in zip(first, second, strict=True))
+    assert first[0].segments(1, 16) == second[0].segments(1, 16)
+    with pytest.raises(AssertionError, match="parsed again"):
+        load_trace(mooncake_file, use_cache=False)
+
+
+def test_no_cache_means_none_is_written(mooncake_file, cache_folder):
+    load_trace(mooncake_file, use_cache=False)
+    assert not cache_folder.exists()
+
+
+def test_a_changed_source_is_parsed_again(mooncake_file, session_folder, cache_folder):
+    load_trace(mooncake_file)
+    load_trace(session_folder)
+    before = mooncake_file.stat()
+    mooncake_file.write_text(mooncake_file.read_text().replace("600", "601"))
+    os.utime(mooncake_file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert mooncake_file.stat().st_size == before.st_size
+    assert load_trace(mooncake_file).input_len.tolist() == [601, 601]
+    (session_folder / "c.json").write_text(json.dumps(SESSION))
+    assert load_trace(session_folder).num_sessions == 3
+    assert len(list(cache_folder.iterdir())) == 2, "the new entry takes the place of the stale one"
+
+
+def test_another_reader_version_or_format_is_parsed_again(mooncake_file, monkeypatch):
+    load_trace(mooncake_file)
+    known = load.FORMATS["mooncake"]
+    monkeypatch.setitem(load.FORMATS, "mooncake", load.Format(forbidden, known.version + 1, known.fields))
+    with pytest.raises(AssertionError, match="parsed again"):
+        load_trace(mooncake_file)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "text", "folder"])
+def test_a_damaged_entry_is_as_good_as_none(mooncake_file, cache_folder, damage):
+    first = load_trace(mooncake_file)
+    (entry,) = cache_folder.iterdir()
+    content = entry.read_bytes()
+    at = content.index(first.input_len.tobytes())
+    entry.unlink()
+    if damage == "folder":
+        entry.mkdir()
+    else:
+        flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        entry.write_bytes({"empty": b"", "cut": content[: at + 8], "flipped": flipped, "text": b"hello"}[damage])
+    assert same(load_trace(mooncake_file), first)
+
+
+def test_an_entry_that_lacks_a_column_or_breaks_a_rule_is_as_good_as_none(mooncake_file, cache_folder):
+    first = load_trace(mooncake_file)
+    (entry,) = cache_folder.iterdir()
+    stored = dict(np.load(entry))
+    for broken in (
+        {name: value for name, value in stored.items() if name != "after"},
+        {**stored, "after": stored["after"] + 1},
+        {**stored, "segment_end": stored["segment_end"].astype(np.float64)},
+    ):
+        np.savez(entry, **broken)
+        assert same(load_trace(mooncake_file), first)
+    good = cache.load(mooncake_file, str(stored["fingerprint"]))
+    assert good is not None, "the last load put a sound entry back"
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(mooncake_file, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert same(load_trace(mooncake_file), load_trace(mooncake_file, use_cache=False))
+
+
+def test_an_interrupted_write_leaves_nothing(mooncake_file, cache_folder, monkeypatch):
+    def full(*_args, **_arrays):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    load_trace(mooncake_file)
+    assert list(cache_folder.iterdir()) == []
