@@ -16,7 +16,7 @@ class FreeQueue:
 
     A number is enough for the first kind because no cached block ever stands before an anonymous one: freed blocks
     without identity enter at the front, freed blocks with one at the back, and a block loses its identity only by
-    leaving. Every method but iteration is O(1).
+    leaving. Everything but iteration costs the pieces it uses up.
     """
 
     __slots__ = ("_end", "num_anonymous", "num_cached")
@@ -28,15 +28,11 @@ class FreeQueue:
         self._end.prev = self._end.next = self._end
 
     def __iter__(self) -> Iterator[Piece]:
+        """The cached pieces, front to back."""
         piece = self._end.next
         while piece is not self._end:
             yield piece
             piece = piece.next
-
-    def first(self) -> Piece:
-        """The piece whose blocks go first of the cached ones; there must be one."""
-        assert self.num_cached > 0
-        return self._end.next
 
     def append(self, piece: Piece) -> None:
         """Put a piece at the back."""
@@ -47,3 +43,18 @@ class FreeQueue:
         """Take a piece out, wherever it stands."""
         piece.unlink()
         self.num_cached -= piece.end - piece.start
+
+    def pop_cached(self, n: int) -> list[Piece]:
+        """Take n <= num_cached cached blocks from the front; the pieces used up, while the last one may only shrink."""
+        used_up = []
+        self.num_cached -= n
+        while n:
+            piece = self._end.next
+            size = piece.end - piece.start
+            if n < size:
+                piece.end -= n
+                break
+            n -= size
+            piece.unlink()
+            used_up.append(piece)
+        return used_up

@@ -23,22 +23,30 @@ class Lane:
 
     def overlaps(self, start: int, end: int) -> bool:
         """Whether any block of the non-empty [start, end) is here."""
+        if self.pieces[-1].end <= start:
+            return False
         index = bisect_left(self.starts, end)
         return index > 0 and self.pieces[index - 1].end > start
 
-    def reach(self, index: int, at: int, end: int) -> tuple[int, int]:
-        """(stop, num_free): from block `at`, which pieces[index] has, [at, stop) is here; stop <= end."""
+    def reach(self, at: int, end: int) -> tuple[int, int]:
+        """(stop, num_free): [at, stop) is the part of [at, end) here before the first gap; num_free of it are free."""
+        pieces = self.pieces
+        index = bisect_right(self.starts, at) - 1
         num_free = 0
-        while at < end and index < len(self.pieces):
-            piece = self.pieces[index]
-            if piece.start > at:
-                break
+        if index < 0 or pieces[index].end <= at:
+            return at, 0
+        while at < end and index < len(pieces) and (piece := pieces[index]).start <= at:
             stop = min(piece.end, end)
             if not piece.ref_cnt:
                 num_free += stop - at
             at = stop
             index += 1
         return at, num_free
+
+    def next_start(self, at: int, end: int) -> int:
+        """Where, in [at, end], the first block after the absent `at` is; `end` if nowhere."""
+        index = bisect_right(self.starts, at)
+        return min(end, self.starts[index]) if index < len(self.starts) else end
 
     def cut(self, at: int) -> int:
         """Split the piece with blocks on both sides of `at`, if any; the index of the first piece from `at` on."""
@@ -65,6 +73,9 @@ class Lane:
 
     def add(self, start: int, end: int) -> None:
         """Blocks [start, end), of which none is here, held once."""
+        if self.pieces and self.pieces[-1].end == start and self.pieces[-1].ref_cnt == 1:
+            self.pieces[-1].end = end
+            return
         index = bisect_left(self.starts, start)
         self._insert(index, Piece(self, start, end, 1))
         self.join(index, index + 1)

@@ -7,7 +7,6 @@ modelled: blocks without identity are a number, cached blocks are pieces of lane
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -150,6 +149,7 @@ class BlockPool:
         pieces = [piece for lane in lanes for piece in lane.pieces]
         queued = list(self._queue)
         ref_counts = _ref_counts(holdings)
+        assert ref_counts.keys() <= set(lanes), "a holding refers to a lane that is gone"
         assert all(self._lanes.values()) and all(lane.pieces for lane in lanes), "an empty lane or stream is kept"
         for lane in lanes:
             bounds = [bound for piece in lane.pieces for bound in (piece.start, piece.end)]
@@ -169,16 +169,15 @@ class BlockPool:
     def _first_copy(self, stream: StreamId, at: int, end: int) -> tuple[Lane | None, int, int]:
         """The lane with the oldest copy of block `at`, where in [at, end) that stops holding, and how many are free."""
         for lane in self._lanes.get(stream, ()):
-            index = bisect_right(lane.starts, at)
-            if index and lane.pieces[index - 1].end > at:
-                return lane, *lane.reach(index - 1, at, end)
-            if index < len(lane.starts):
-                end = min(end, lane.starts[index])
+            stop, num_free = lane.reach(at, end)
+            if stop > at:
+                return lane, stop, num_free
+            end = lane.next_start(at, end)
         return None, at, 0
 
     def _insert(self, holding: Holding, stream: StreamId, start: int, end: int) -> None:
         """Blocks [start, end) of the holding, right after its cached ones, become cached in the stream."""
-        lane = self._lane_for(holding, stream, start, end)
+        lane = self._lane_for(stream, start, end)
         lane.add(start, end)
         if holding.spans and holding.spans[-1][0] is lane:
             start = holding.spans.pop()[1]
@@ -186,17 +185,14 @@ class BlockPool:
         self.num_cached += end - holding.cached_end
         holding.cached_end = end
 
-    def _lane_for(self, holding: Holding, stream: StreamId, start: int, end: int) -> Lane:
-        """A lane with none of [start, end), after all lanes that have some; the holding's last one if it can be."""
+    def _lane_for(self, stream: StreamId, start: int, end: int) -> Lane:
+        """The first lane that has none of [start, end) and comes after all that have some."""
         lanes = self._lanes.setdefault(stream, [])
-        last = holding.spans[-1][0] if holding.spans else None
         chosen = None
         for lane in reversed(lanes):
             if lane.overlaps(start, end):
                 break
             chosen = lane
-            if lane is last:
-                break
         if chosen is None:
             chosen = Lane(stream)
             lanes.append(chosen)
@@ -226,15 +222,7 @@ class BlockPool:
         """The n cached blocks at the front of the queue lose their identity."""
         self.num_cached -= n
         self.num_evicted += n
-        while n:
-            piece = self._queue.first()
-            size = piece.end - piece.start
-            if n < size:
-                piece.end -= n
-                self._queue.num_cached -= n
-                return
-            n -= size
-            self._queue.remove(piece)
+        for piece in self._queue.pop_cached(n):
             piece.lane.remove(piece)
             if not piece.lane.pieces:
                 self._drop(piece.lane)
@@ -249,7 +237,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A cached prefix, as of one moment."""
+    """A cached prefix, as of one moment; `spans` and `num_evicted` are the pool's own."""
 
     num_blocks: int
     """Length of the prefix."""
@@ -262,7 +250,7 @@ class Match:
 class Holding:
     """The blocks [start, end) of a sequence that one request, or one reader, has references to.
 
-    [start, cached_end) have an identity, [cached_end, end) have none yet. Only the pool changes it.
+    [start, cached_end) have an identity, [cached_end, end) have none yet. Only the pool changes it, or reads `spans`.
     """
 
     __slots__ = ("cached_end", "end", "spans", "start")
