@@ -1,10 +1,12 @@
 """Hit length on runs: linear in the runs that are present, whatever the number of blocks."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from kvcore.spec import GroupSpec, ModelSpec
 from kvcore.types import Runs
-from kvcore.units import align_down
+from kvcore.units import align_down, div_ceil
 
 
 def hit_len(model: ModelSpec, present: Sequence[Runs], limit: int) -> int:
@@ -31,11 +33,13 @@ def _group_hit_len(group: GroupSpec, runs: Runs, limit: int, alignment: int) -> 
     Needed ranges are monotone. So within one run [start, end) only the largest aligned length that ends in it has to
     be tried: if its range begins before `start`, that of every shorter length does too.
     """
-    best = group.free_boundary(limit, alignment)
-    for start, end in reversed(runs):
+    best = align_down(limit, math.lcm(alignment, group.free_step)) if group.free_step else 0
+    for index in reversed(range(bisect_left(runs, (div_ceil(limit, group.block_size),)))):
+        start, end = runs[index]
         if end * group.block_size <= best:
             break
         length = align_down(min(limit, end * group.block_size), alignment)
-        if length > best and group.needed_blocks(length)[0] >= start:
+        first, last = group.needed_blocks(length)
+        if length > best and start <= first and last <= end:
             return length
     return best

@@ -32,12 +32,6 @@ def num_blocks(runs: Runs) -> int:
     return sum(end - start for start, end in runs)
 
 
-def covers(runs: Runs, run: Run) -> bool:
-    """Whether every block of `run` is in `runs`; an empty run is always covered."""
-    start, end = run
-    return start >= end or any(a <= start and end <= b for a, b in runs)
-
-
 def union(left: Runs, right: Runs) -> Runs:
     """Blocks in either."""
     if not left or not right:

@@ -36,9 +36,10 @@ class GroupSpec(ABC):
     def needed_blocks(self, prefix_len: int) -> Run:
         """Blocks that must be present so that token `prefix_len` (0-based) can be computed next."""
 
-    def free_boundary(self, limit: int, alignment: int) -> int:
-        """Largest multiple of `alignment` <= `limit` at which nothing is needed; 0 always is one."""
-        return 0
+    @property
+    def free_step(self) -> int | None:
+        """Nothing is needed at the multiples of this many tokens; None: only at 0."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,10 @@ class SlidingWindow(GroupSpec):
         first_token = max(0, prefix_len - (self.window - 1) - self.extra_retained_tokens)
         return (first_token // self.block_size, div_ceil(prefix_len, self.block_size))
 
-    def free_boundary(self, limit: int, alignment: int) -> int:
-        """A window of one token reads nothing of the past when the boundary ends a block."""
-        reads_nothing = self.window == 1 and not self.extra_retained_tokens
-        return align_down(limit, math.lcm(alignment, self.block_size)) if reads_nothing else 0
+    @property
+    def free_step(self) -> int | None:
+        """A window of one token reads nothing of the past."""
+        return self.block_size if self.window == 1 and not self.extra_retained_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,10 @@ class ChunkedLocal(GroupSpec):
         """From the start of the chunk that holds token `prefix_len`."""
         return (align_down(prefix_len, self.chunk) // self.block_size, div_ceil(prefix_len, self.block_size))
 
-    def free_boundary(self, limit: int, alignment: int) -> int:
+    @property
+    def free_step(self) -> int | None:
         """A chunk's first token reads nothing."""
-        return align_down(limit, math.lcm(alignment, self.chunk))
+        return self.chunk
 
 
 @dataclass(frozen=True, slots=True)
