@@ -1,4 +1,4 @@
-"""A fleet: instances behind a router, over one pool; requests arrive by the trace or when what they wait for is done."""
+"""A fleet: instances behind a router, over one pool; requests arrive by the trace, or when what they follow is done."""
 
 from collections.abc import Callable
 from functools import partial

@@ -213,8 +213,8 @@ class _Counts:
 
     __slots__ = ("_sums", "_total")
 
-    def __init__(self, size: int) -> None:
-        self._sums = [0] * (size + 1)  # node i holds the counts of requests [i - lowest bit of i, i)
+    def __init__(self, num_requests: int) -> None:
+        self._sums = [0] * (num_requests + 1)  # node i holds the counts of requests [i - lowest bit of i, i)
         self._total = 0
 
     def add(self, request: int, blocks: int) -> None:

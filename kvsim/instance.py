@@ -13,7 +13,7 @@ from kvsim.sequence import Sequence
 
 
 class Jump:
-    """`num_steps` equal-shaped decode steps that begin at `start_ps`; step i costs base + slope * (context + i * batch)."""
+    """`num_steps` equal-shaped decode steps from `start_ps`; step i costs base + slope * (context + i * batch)."""
 
     __slots__ = ("_base_ps", "_slope_ps", "num_steps", "start_ps")
 

@@ -75,7 +75,7 @@ class VllmEngine:
         self._step: list[Scheduled] = []
 
     def submit(self, sequence: Sequence) -> None:
-        """A request for this engine arrived now; it is scheduled after the step that runs, or at the end of this instant."""
+        """A request for this engine arrived now; it is scheduled after the running step, or when this instant ends."""
         self._inbox.append(sequence)
         if not self._is_busy:
             self._is_busy = True
