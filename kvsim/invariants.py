@@ -1,0 +1,247 @@
+"""What must hold at the end of every simulation; the numbers are those of docs/INVARIANTS.md."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.planner import count_blocks, minus, plus
+from kvcore.request import KVRequest
+from kvcore.runs import normalize, subtract
+from kvcore.types import GroupId, Run, Runs, StreamId
+from kvsim.events import Kind
+from kvsim.metrics import Events
+from kvsim.run import Simulation
+from kvsim.sequence import Sequence, Status
+
+Lineage = tuple[GroupId, StreamId]
+
+
+class InvariantBroken(AssertionError):
+    """A simulation that cannot be right; the message starts with the invariant's number."""
+
+    def __init__(self, number: int, statement: str, evidence: object) -> None:
+        super().__init__(f"invariant {number}: {statement}: {evidence}")
+        self.number = number
+
+
+def check(simulation: Simulation) -> str:
+    """Check every invariant of a simulation that has run; returns "ok", or raises InvariantBroken."""
+    events = Events(simulation.log)
+    for number, invariant in INVARIANTS.items():
+        try:
+            invariant(simulation, events)
+        except AssertionError as error:
+            statement = (invariant.__doc__ or "").partition("\n")[0].removesuffix(".")
+            raise InvariantBroken(number, statement, error) from error
+    return "ok"
+
+
+# --- requests and time ------------------------------------------------------------------------------------------------
+
+
+def requests_conserved(simulation: Simulation, events: Events) -> None:
+    """Every request arrives once and ends once, completed with all its tokens or rejected."""
+    num_requests = len(simulation.cluster.sequences)
+    counts = {kind: np.bincount(events.of(kind).request, minlength=num_requests) for kind in Kind}
+    ended = counts[Kind.FINISHED] + counts[Kind.REJECTED]
+    assert (counts[Kind.ARRIVED] == 1).all(), f"requests {_where(counts[Kind.ARRIVED] != 1)} arrived not once"
+    assert (ended == 1).all(), f"requests {_where(ended != 1)} ended not once"
+    for kind in (Kind.ADMITTED, Kind.FIRST_TOKEN):
+        differs = counts[kind] != counts[Kind.FINISHED]
+        assert not differs.any(), f"requests {_where(differs)}: {kind.name} not once for each completion"
+    assert simulation.cluster.num_done == num_requests, (simulation.cluster.num_done, num_requests)
+    arrived, finished = events.of(Kind.ARRIVED), events.of(Kind.FINISHED)
+    output_len = np.zeros(num_requests, dtype=np.int64)
+    output_len[arrived.request] = np.maximum(arrived.b, 1)
+    short = finished.a != output_len[finished.request]
+    assert not short.any(), f"requests {finished.request[short][:3]} have not the output they were to have"
+
+
+def clock_monotone(_simulation: Simulation, events: Events) -> None:
+    """Time never runs backwards, for the log and for each request."""
+    every = events.all
+    # The first token of a jump is logged at the jump's end, with its own time.
+    elapsed_ps = np.diff(every.time_ps[every.kind != Kind.FIRST_TOKEN], prepend=0)
+    assert (elapsed_ps >= 0).all(), f"events {_where(elapsed_ps < 0)} are earlier than those before them"
+    order = np.argsort(every.request, kind="stable")
+    request, time_ps, kind = every.request[order], every.time_ps[order], every.kind[order]
+    same = request[1:] == request[:-1]
+    backwards = same & (np.diff(time_ps) < 0)
+    assert not backwards.any(), f"request {request[1:][backwards][:3]} has an event before its last"
+    steps = np.isin(kind, LIFE)
+    disordered = (np.diff(kind[steps]) < 0) & (np.diff(request[steps]) == 0)
+    assert not disordered.any(), f"request {request[steps][1:][disordered][:3]} lives in another order"
+
+
+LIFE = (Kind.ARRIVED, Kind.ADMITTED, Kind.FIRST_TOKEN, Kind.FINISHED)
+"""In the order in which they come, which is the order of their values."""
+
+
+# --- blocks and bytes -------------------------------------------------------------------------------------------------
+
+
+def gpu_blocks_conserved(simulation: Simulation, _events: Events) -> None:
+    """Blocks of every instance are conserved, and all free at the end."""
+    for instance in simulation.instances:
+        scheduler = instance.scheduler
+        left = [*scheduler.running, *scheduler.waiting, *scheduler.block_holders]
+        assert not left, f"instance {instance.index} still has requests {[sequence.index for sequence in left]}"
+        scheduler.blocks.audit(())
+        assert scheduler.blocks.num_free == scheduler.blocks.num_blocks, f"instance {instance.index}"
+    for sequence in _sequences(simulation):
+        assert sequence.status is Status.FINISHED and sequence.holding is None, f"request {sequence.index}"
+
+
+def bytes_conserved(simulation: Simulation, events: Events) -> None:
+    """Every byte that left for the pool or from it has arrived."""
+    pool = simulation.pool
+    if pool is None:
+        return
+    for link in pool.links():
+        link.audit()
+        assert link.num_active == 0, f"{link.num_active} transfers have not ended"
+    block_bytes = simulation.scenario.block_bytes
+    got_bytes = sum(path.get_link.moved_bytes for path in pool.paths)
+    assert got_bytes == pool.store.counters.got * block_bytes, f"{got_bytes} bytes got, {pool.store.counters}"
+    stored = events.of(Kind.STORED)
+    put_bytes, num_blocks = sum(path.put_link.moved_bytes for path in pool.paths), int(stored.a.sum() + stored.b.sum())
+    assert put_bytes == num_blocks * block_bytes, f"{put_bytes} bytes put, {num_blocks} blocks reported"
+
+
+def pool_objects_conserved(simulation: Simulation, _events: Events) -> None:
+    """Objects of the pool are conserved: put = present + evicted + removed, within its capacity."""
+    if simulation.pool is not None:
+        simulation.pool.store.audit()
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+def loads_were_proven(simulation: Simulation, _events: Events) -> None:
+    """Blocks loaded are among those looked up, and the pool found at least as many."""
+    pool = simulation.pool
+    if pool is None:
+        return
+    num_loaded = 0
+    for index, machine in _machines(simulation):
+        decisions = machine.decisions
+        num_loaded += count_blocks(decisions.loaded)
+        unasked = minus(decisions.loaded, decisions.looked_up) if decisions.loaded else ()
+        assert not any(unasked), f"request {index} loaded {unasked} unasked"
+    assert num_loaded <= pool.store.counters.got, (num_loaded, pool.store.counters)
+
+
+def loads_were_stored(simulation: Simulation, _events: Events) -> None:
+    """Nothing is got that was not put before."""
+    if simulation.pool is None:
+        return
+    counters = simulation.pool.store.counters
+    assert counters.put or not (counters.found or counters.got), counters
+    stored = _contents(simulation, lambda machine: machine.decisions.stored)
+    loaded = _contents(simulation, lambda machine: machine.decisions.loaded)
+    for lineage, runs in loaded.items():
+        unknown = subtract(runs, stored.get(lineage, ()))
+        assert not unknown, f"(group, stream) {lineage}: blocks {unknown} were never stored"
+
+
+def machines_closed(simulation: Simulation, _events: Events) -> None:
+    """Nobody reads or writes a block any more."""
+    open_ones = [index for index, machine in _machines(simulation) if not machine.closed]
+    assert not open_ones, f"requests {open_ones[:3]} wait for a report"
+
+
+def lost_blocks_reported(simulation: Simulation, events: Events) -> None:
+    """Every block that was to be stored is reported, as written or as rejected."""
+    pool = simulation.pool
+    if pool is None:
+        return
+    stored = events.of(Kind.STORED)
+    assert pool.store.counters.rejected == int(stored.b.sum()), (pool.store.counters, int(stored.b.sum()))
+    reported = np.bincount(stored.request, stored.a + stored.b, minlength=len(simulation.cluster.sequences))
+    for index, machine in _machines(simulation):
+        decisions = machine.decisions
+        planned = plus(decisions.stored, decisions.rejected) if decisions.rejected else decisions.stored
+        assert count_blocks(planned) <= reported[index], f"request {index}: {planned}, reported {reported[index]}"
+
+
+def hits_aligned(simulation: Simulation, events: Events) -> None:
+    """Every hit is a whole number of blocks and leaves at least one token to compute."""
+    block_size = simulation.scenario.engine.block_size
+    admitted, loaded = events.of(Kind.ADMITTED), events.of(Kind.LOADED)
+    for name, tokens in (("local", admitted.a), ("external", admitted.b), ("loaded", loaded.a)):
+        assert not (tokens % block_size).any(), f"{name} hits are not aligned to {block_size}"
+    arrived = events.of(Kind.ARRIVED)
+    input_len = np.zeros(len(simulation.cluster.sequences), dtype=np.int64)
+    input_len[arrived.request] = arrived.a
+    full = admitted.a + admitted.b >= input_len[admitted.request]
+    assert not full.any(), f"requests {admitted.request[full][:3]} have nothing to compute"
+
+
+def load_attempts_bounded(simulation: Simulation, events: Events) -> None:
+    """A request tries to load a bounded number of times."""
+    if simulation.pool is None:
+        return
+    attempts = Counter(events.of(Kind.LOADED).request.tolist())
+    too_many = {index: tried for index, tried in attempts.items() if tried > simulation.pool.policy.max_load_attempts}
+    assert not too_many, f"loads by request {too_many}, at most {simulation.pool.policy.max_load_attempts}"
+
+
+def log_tells_decisions(simulation: Simulation, events: Events) -> None:
+    """The log and the decisions say the same: hits, grants and late misses."""
+    admitted, loaded = events.of(Kind.ADMITTED), events.of(Kind.LOADED)
+    late = np.bincount(loaded.request, loaded.b, minlength=len(simulation.cluster.sequences))
+    decisions = simulation.decisions()
+    for index, *hits in zip(admitted.request.tolist(), admitted.a.tolist(), admitted.b.tolist(), strict=True):
+        decision = decisions[index]
+        decided = [] if decision is None else [decision.local_hit_len, decision.granted_len]
+        assert hits == decided, f"request {index}: logged {hits}, decided {decided}"
+    for index, machine in _machines(simulation):
+        assert machine.decisions.late_misses == late[index], f"request {index}: {late[index]} late misses"
+
+
+INVARIANTS: dict[int, Callable[[Simulation, Events], None]] = {
+    1: requests_conserved,
+    2: gpu_blocks_conserved,
+    4: bytes_conserved,
+    5: clock_monotone,
+    7: loads_were_proven,
+    8: loads_were_stored,
+    9: machines_closed,
+    10: lost_blocks_reported,
+    11: hits_aligned,
+    14: load_attempts_bounded,
+    19: pool_objects_conserved,
+    20: log_tells_decisions,
+}
+"""By their number in docs/INVARIANTS.md; the others there are properties under test."""
+
+
+# --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _sequences(simulation: Simulation) -> Iterator[Sequence]:
+    """Those that were not rejected."""
+    return (sequence for sequence in simulation.cluster.sequences if sequence is not None)
+
+
+def _machines(simulation: Simulation) -> Iterator[tuple[int, KVRequest]]:
+    """Machines by request, where there are any."""
+    return ((sequence.index, sequence.kv) for sequence in _sequences(simulation) if sequence.kv is not None)
+
+
+def _contents(simulation: Simulation, blocks: Callable[[KVRequest], tuple[Runs, ...]]) -> dict[Lineage, Runs]:
+    """What the blocks of all machines hold, by content."""
+    found: defaultdict[Lineage, list[Run]] = defaultdict(list)
+    for sequence in _sequences(simulation):
+        groups = () if sequence.kv is None else blocks(sequence.kv)
+        for group, runs in enumerate(groups):
+            for stream, start, end in sequence.segments:
+                found[GroupId(group), stream].extend((max(start, a), min(end, b)) for a, b in runs)
+    return {lineage: normalize(runs) for lineage, runs in found.items()}
+
+
+def _where(wrong: npt.NDArray[np.bool_]) -> list[int]:
+    """The first few indices where `wrong` holds."""
+    return [int(index) for index in np.flatnonzero(wrong)[:3]]
