@@ -48,11 +48,10 @@ def store_mask(
 ) -> tuple[Mask, ...]:
     """Per group, whether the i-th block from `start_len` up to `aligned_len` is to be kept; None: every one is.
 
-    Lengths in tokens; `num_prompt_tokens` defaults to `aligned_len`.
+    Lengths in tokens. `num_prompt_tokens` None: the prompt's end is not known, and no replay boundary is kept for it.
     """
-    prompt = aligned_len if num_prompt_tokens is None else num_prompt_tokens
     blocks = tuple(_block_range(group, start_len, aligned_len) for group in model.groups)
-    kept = store_runs(model, blocks, retention_interval, prompt)
+    kept = store_runs(model, blocks, retention_interval, num_prompt_tokens or 0)
     return tuple(_mask(runs, run) for runs, run in zip(kept, blocks, strict=True))
 
 

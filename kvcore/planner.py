@@ -53,14 +53,14 @@ class Planner:
     def valid_len(self, resume_len: int, failed: GroupRuns) -> int:
         """Tokens still usable of `resume_len` when the `failed` blocks hold no data.
 
-        With one group everything before the first failed block; with several, nothing: the engine can not be told
-        which group of a request failed, and recomputes it.
+        With one group the longest hit of what is left; with several, nothing: the engine can not be told which group of
+        a request failed, and recomputes it.
         """
         if not any(failed):
             return resume_len
         if len(self.model.groups) > 1:
             return 0
-        return min(resume_len, failed[0][0][0] * self.model.groups[0].block_size)
+        return hit_len(self.model, minus(self.held(resume_len), failed), resume_len)
 
 
 def count_blocks(runs: GroupRuns) -> int:

@@ -1,7 +1,7 @@
 """Which blocks a resumption needs, from the attention mask alone: one token at a time, one boundary at a time.
 
-Nothing here knows a formula of `kvcore`. An attention type is a function `reads(t)`: the earlier tokens whose KV must be
-there when token `t` is computed. A later token reads nothing more of the past than the first one does (tested), so
+Nothing here knows a formula of `kvcore`. An attention type is a function `reads(t)`: the earlier tokens whose KV must
+be there when token `t` is computed. A later token reads nothing more of the past than the first one does (tested), so
 the first one decides.
 """
 
@@ -128,10 +128,10 @@ class Oracle:
 
 def oracle_of(model):
     """The mask of each group of a model, from its parameters."""
-    return Oracle(tuple(Group(_attention(spec), spec.block_size) for spec in model.groups))
+    return Oracle(tuple(Group(attention_of(spec), spec.block_size) for spec in model.groups))
 
 
-def _attention(spec):
+def attention_of(spec):
     match spec:
         case SlidingWindow():
             return Window(spec.window, spec.extra_retained_tokens)

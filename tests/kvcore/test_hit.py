@@ -42,7 +42,7 @@ def test_a_longer_prompt_never_shortens_the_hit_of_its_prefix(case, more):
 
 @given(models(), st.integers(0, 96))
 def test_everything_present_hits_the_last_boundary(model, limit):
-    present = tuple({block for block in range(100)} for _ in model.groups)
+    present = tuple(set(range(100)) for _ in model.groups)
     assert hit_len(model, as_runs(present), limit) == oracle_of(model).last_boundary(limit)
 
 

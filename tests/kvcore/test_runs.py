@@ -1,5 +1,7 @@
 """Runs against plain sets of block indices."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,9 +16,7 @@ OPERATIONS = {"union": set.union, "intersect": set.intersection, "subtract": set
 
 def is_canonical(value):
     """Sorted, disjoint, non-empty and non-adjacent."""
-    return all(a < b for a, b in value) and all(
-        end < start for (_, end), (start, _) in zip(value, value[1:], strict=False)
-    )
+    return all(a < b for a, b in value) and all(end < start for (_, end), (start, _) in pairwise(value))
 
 
 @given(ANY_RUNS)

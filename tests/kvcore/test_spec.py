@@ -1,18 +1,20 @@
 """`needed_blocks` of every attention type against the attention mask, at every length."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import InvalidArgument
 from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, Recurrent, SlidingWindow
-from tests.kvcore.attention_oracle import FAR, WRONG, FullWithoutTail, Group, _attention, specs
+from tests.kvcore.attention_oracle import FAR, WRONG, FullWithoutTail, Group, attention_of, specs
 
 LENGTHS = range(80)
 
 
 def group_of(spec):
-    return Group(_attention(spec), spec.block_size)
+    return Group(attention_of(spec), spec.block_size)
 
 
 def broken_promises(spec):
@@ -20,11 +22,7 @@ def broken_promises(spec):
     group = group_of(spec)
     ranges = [spec.needed_blocks(length) for length in LENGTHS]
     found = [f"blocks at {length}" for length in LENGTHS if set(range(*ranges[length])) != group.needed(length)]
-    if any(
-        low > high
-        for shorter, longer in zip(ranges, ranges[1:], strict=False)
-        for low, high in zip(shorter, longer, strict=True)
-    ):
+    if any(low > high for shorter, longer in pairwise(ranges) for low, high in zip(shorter, longer, strict=True)):
         found.append("monotone")
     if spec.prefix_closed and not group.reads_everything:
         found.append("prefix_closed")
