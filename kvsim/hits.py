@@ -135,7 +135,7 @@ class Accesses:
 
     def prompts(self) -> Iterator[list[int]]:
         """Each request's blocks, root first, as integers that are equal exactly for equal blocks."""
-        first = np.zeros(int(self.stream.max()) + 1, dtype=np.int64)
+        first = np.zeros(int(self.stream.max(initial=0)) + 1, dtype=np.int64)
         size_blocks = np.zeros_like(first)
         first[self.stream] = self.start
         np.maximum.at(size_blocks, self.stream, self.end - self.start)

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvsim.workload.trace import COLUMN_NAMES, Trace
 
-# No folder to write in (RuntimeError: nor a home where one could be); what a damaged entry raises on its way to a Trace.
+# Nowhere to write (RuntimeError: no home folder), and what a damaged entry raises on its way to a Trace.
 UNWRITABLE = (OSError, RuntimeError)
 UNUSABLE = (*UNWRITABLE, EOFError, ValueError, KeyError, IndexError, AssertionError, zipfile.BadZipFile)
 

@@ -17,7 +17,7 @@ def stats(trace: Trace) -> dict[str, object]:
     taken in the trace's order: what prefix caching reaches with unlimited memory. `unique_input_tokens` are the others.
     """
     total_input = int(trace.input_len.sum())
-    unique_input = total_input - _seen_tokens(trace)
+    seen_input = _seen_tokens(trace)
     return {
         "name": trace.name,
         "format": trace.format,
@@ -28,8 +28,8 @@ def stats(trace: Trace) -> dict[str, object]:
         "last_arrival_s": int(trace.arrival_ps[-1]) / PS_PER_S,
         "total_input_tokens": total_input,
         "total_output_tokens": int(trace.output_len.sum()),
-        "unique_input_tokens": unique_input,
-        "ideal_hit_rate": 1 - unique_input / total_input,
+        "unique_input_tokens": total_input - seen_input,
+        "ideal_hit_rate": seen_input / total_input,
         "input_tokens": _summary(trace.input_len),
         "output_tokens": _summary(trace.output_len),
         "turns_per_session": _summary(np.bincount(trace.session)),
