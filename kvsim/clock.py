@@ -5,6 +5,7 @@ resolution many steps sum to the closed form exactly. 64 bits hold 2,500 hours.
 """
 
 from collections.abc import Callable
+from enum import IntEnum
 
 import simpy
 from simpy.events import EventPriority
@@ -16,8 +17,19 @@ PS_PER_S = 1_000_000_000_000
 
 Action = Callable[[], None]
 
-_NORMAL = EventPriority(1)
-_LAST = EventPriority(2)
+
+class Phase(IntEnum):
+    """Parts of one instant, in order; what a phase sets for an earlier one of the same instant runs next.
+
+    Whoever decides on what has arrived then does not depend on the order in which alarms of one instant were set.
+    """
+
+    EVENT = 0
+    """Arrivals, answers, ends of transfers: in the order they were set."""
+    STEP_END = 1
+    """Engines account for the step they ran: in order of instances."""
+    SCHEDULE = 2
+    """Engines decide their next step: in order of instances."""
 
 
 class Alarm:
@@ -25,9 +37,9 @@ class Alarm:
 
     __slots__ = ("action", "at_ps")
 
-    def __init__(self, at_ps: int, action: Action) -> None:
+    def __init__(self, at_ps: int, action: Action | None) -> None:
         self.at_ps = at_ps
-        self.action: Action | None = action
+        self.action = action
 
     def cancel(self) -> None:
         """Forget the action; the alarm then rings unheard."""
@@ -39,7 +51,7 @@ class Alarm:
 
 
 class Clock:
-    """Runs actions in time order; actions of one instant run in the order they were set."""
+    """Runs actions in time order; actions of one instant run by `Phase`, events in the order they were set."""
 
     __slots__ = ("_env", "num_events")
 
@@ -59,20 +71,17 @@ class Clock:
 
     def at(self, at_ps: int, action: Action) -> Alarm:
         """Run `action` at `at_ps`, which must not lie in the past."""
-        return self._set(at_ps, action, _NORMAL)
+        return self._set(at_ps, action, Phase.EVENT)
 
-    def at_end_of(self, at_ps: int, action: Action) -> Alarm:
-        """Run `action` at `at_ps`, after everything else of that instant.
-
-        For who decides on what has arrived: the decision then does not depend on the order within an instant.
-        """
-        return self._set(at_ps, action, _LAST)
+    def at_phase(self, at_ps: int, phase: Phase, instance: int, action: Action) -> Alarm:
+        """Run an instance's `action` in a phase of `at_ps`."""
+        return self._set(at_ps, action, phase << 32 | instance)
 
     def after(self, delay_ps: int, action: Action) -> Alarm:
         """Run `action` in `delay_ps` >= 0."""
         return self.at(int(self._env.now) + delay_ps, action)
 
-    def _set(self, at_ps: int, action: Action, priority: EventPriority) -> Alarm:
+    def _set(self, at_ps: int, action: Action, priority: int) -> Alarm:
         delay_ps = at_ps - int(self._env.now)
         assert delay_ps >= 0, (at_ps, self._env.now)
         alarm = Alarm(at_ps, action)
@@ -80,7 +89,7 @@ class Clock:
         event._ok = True
         event._value = None
         event.callbacks = [alarm._ring]
-        self._env.schedule(event, priority, delay_ps)
+        self._env.schedule(event, EventPriority(priority), delay_ps)
         self.num_events += 1
         return alarm
 

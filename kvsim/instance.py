@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import isqrt
 
 from kvcore.units import div_ceil
-from kvsim.clock import Action, Alarm, Clock
+from kvsim.clock import Action, Alarm, Clock, Phase
 from kvsim.cost.step_time import StepTimeModel
 from kvsim.events import EventLog, Kind
 from kvsim.pool_client import PoolClient
@@ -65,7 +65,8 @@ class Instance:
         self._inbox: list[Action] = []
         self._step = Step()
         self._jump = Jump(0, 0, 1, 0, 0, 0)
-        self._turn_alarm: Alarm | None = None
+        self._end_alarm = Alarm(0, None)
+        self._will_schedule = False
 
     def attach(self, client: PoolClient) -> None:
         """Use the pool through this client."""
@@ -79,31 +80,35 @@ class Instance:
     def post(self, action: Action) -> None:
         """Do `action` when the step that runs now has ended, or at the end of this instant; then schedule."""
         self._inbox.append(action)
-        if self._turn_alarm is None:
-            self._turn_alarm = self._clock.at_end_of(self._clock.now_ps, self._turn)
-        else:
+        if self._step.scheduled:
             self._shorten_jump()
+        else:
+            self._set_schedule()
 
     def _shorten_jump(self) -> None:
         """End the jump with the step that runs now."""
         steps = self._jump.steps_until(self._clock.now_ps)
         if steps < self._jump.num_steps:
-            assert self._turn_alarm is not None
-            self._turn_alarm.cancel()
             self._jump.num_steps = steps
-            self._turn_alarm = self._clock.at_end_of(self._jump.end_of_step(steps), self._turn)
+            self._end_alarm.cancel()
+            self._set_end()
 
-    def _turn(self) -> None:
-        """Between two steps: account for the last, take the inbox, begin the next."""
-        self._turn_alarm = None
-        if self._step.scheduled:
-            self._end_step()
+    def _set_end(self) -> None:
+        end_ps = self._jump.end_of_step(self._jump.num_steps)
+        self._end_alarm = self._clock.at_phase(end_ps, Phase.STEP_END, self.index, self._end_step)
+
+    def _set_schedule(self) -> None:
+        if not self._will_schedule:
+            self._will_schedule = True
+            self._clock.at_phase(self._clock.now_ps, Phase.SCHEDULE, self.index, self._begin_step)
+
+    def _begin_step(self) -> None:
+        """Take what was posted, then decide."""
+        assert not self._step.scheduled, "a step runs already"
+        self._will_schedule = False
         inbox, self._inbox = self._inbox, []
         for action in inbox:
             action()
-        self._begin_step()
-
-    def _begin_step(self) -> None:
         step = self.scheduler.schedule(self._clock.now_ns)
         self._step = step
         for sequence, num_lost in step.preempted:
@@ -112,8 +117,7 @@ class Instance:
             self._log.add(self._clock.now_ps, Kind.ADMITTED, sequence.index, local_len, external_len)
         if step.scheduled:
             self._jump = self._plan_jump(step)
-            end_ps = self._jump.end_of_step(self._jump.num_steps)
-            self._turn_alarm = self._clock.at_end_of(end_ps, self._turn)
+            self._set_end()
 
     def _plan_jump(self, step: Step) -> Jump:
         now_ps = self._clock.now_ps
@@ -133,6 +137,7 @@ class Instance:
         return self._step_time.step_ps(chunks, len(decodes), sum(decodes))
 
     def _end_step(self) -> None:
+        """Account for what ran."""
         num_steps = self._jump.num_steps
         self.num_steps += num_steps
         if num_steps > 1:
@@ -147,3 +152,4 @@ class Instance:
             self._log.add(self._clock.now_ps, Kind.FINISHED, sequence.index, sequence.num_output, self.index)
             self._on_finished(sequence)
         self._step = Step()
+        self._set_schedule()

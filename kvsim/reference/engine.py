@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcore.errors import require
-from kvsim.clock import PS_PER_S, Clock
+from kvsim.clock import PS_PER_S, Clock, Phase
 from kvsim.cluster import OnFinished
 from kvsim.cost.roofline import Roofline
 from kvsim.cost.step_time import StepTimeModel
@@ -70,37 +70,39 @@ class VllmEngine:
         self._on_finished = on_finished
         self._inbox: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
-        self._is_busy = False
+        self._will_schedule = False
         self._output: Any = None
         self._step: list[Scheduled] = []
 
     def submit(self, sequence: Sequence) -> None:
-        """A request for this engine arrived now; it is scheduled after the running step, or when this instant ends."""
+        """A request for this engine arrived: schedule at the end of this instant, or after the step that runs."""
         self._inbox.append(sequence)
-        if not self._is_busy:
-            self._is_busy = True
-            self._clock.at_end_of(self._clock.now_ps, self._turn)
+        if not self._step:
+            self._set_schedule()
 
-    def _turn(self) -> None:
-        """Between two steps."""
-        if self._step:
-            self._end_step()
+    def _set_schedule(self) -> None:
+        if not self._will_schedule:
+            self._will_schedule = True
+            self._clock.at_phase(self._clock.now_ps, Phase.SCHEDULE, self.index, self._begin_step)
+
+    def _take_inbox(self) -> None:
         for sequence in self._inbox:
             request = make_request(sequence, self._block_size, self._clock.now_ps / PS_PER_S)
             self._sequences[request.request_id] = sequence
             self._scheduler.add_request(request)
         self._inbox.clear()
-        self._begin_step()
 
     def _begin_step(self) -> None:
+        self._will_schedule = False
+        self._take_inbox()
         self._output = self._scheduler.schedule()
         self._log_preempted(len(self._output.preempted_req_ids))
         self._step = [self._scheduled(*item) for item in self._output.num_scheduled_tokens.items()]
         for part in self._step:
             self._account(part)
-        self._is_busy = bool(self._step)
-        if self._is_busy:
-            self._clock.at_end_of(self._clock.now_ps + self._duration_ps(), self._turn)
+        if self._step:
+            end_ps = self._clock.now_ps + self._duration_ps()
+            self._clock.at_phase(end_ps, Phase.STEP_END, self.index, self._end_step)
         else:
             assert not self._scheduler.has_unfinished_requests(), "vLLM schedules nothing though requests wait"
 
@@ -145,6 +147,8 @@ class VllmEngine:
         for output in outputs[0].outputs if outputs else ():
             if output.finish_reason is not None:
                 self._finish(self._sequences.pop(output.request_id))
+        self._step = []
+        self._set_schedule()
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.status = Status.FINISHED
