@@ -10,8 +10,8 @@ from kvcore.types import StreamId
 class Lane:
     """At most one physical copy of each block of a stream, as disjoint pieces sorted by block index.
 
-    Touching pieces are one piece whenever they behave as one: held blocks of equal ref_cnt always, free ones when they
-    stand together in the free queue. So the number of held pieces is bounded by the holdings alive, not by history.
+    Held blocks (ref_cnt > 0) are in as few pieces as there can be, so the number of those is bounded by the holdings
+    alive, not by history; free pieces that touch are joined when they are held again.
     """
 
     __slots__ = ("pieces", "starts", "stream")
@@ -61,14 +61,12 @@ class Lane:
         return index
 
     def join(self, first: int, last: int) -> None:
-        """Undo the cuts before pieces[first] to pieces[last] that nothing needs any more."""
+        """Undo the cuts before pieces[first] to pieces[last] whose sides are held and agree in ref_cnt."""
         pieces = self.pieces
         for index in range(min(last, len(pieces) - 1), max(first, 1) - 1, -1):
             low, high = pieces[index - 1], pieces[index]
-            if low.end == high.start and low.ref_cnt == high.ref_cnt and (low.ref_cnt or high.next is low):
+            if low.end == high.start and low.ref_cnt == high.ref_cnt > 0:
                 low.end = high.end
-                if not low.ref_cnt:
-                    high.unlink()
                 self._delete(index)
 
     def add(self, start: int, end: int) -> None:
