@@ -45,7 +45,10 @@ def session_files(path: Path) -> list[Path]:
     """The file itself, or the sessions of a folder in the order of their names, at least one."""
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+    try:
+        found = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+    except OSError as error:
+        raise files.unreadable(f"{path}:1", error) from None
     if not found:
         raise trace_error(f"{path}:1", "folder", "no session in it", "files named *.json or *.json.gz")
     return found

@@ -42,7 +42,7 @@ def load_trace(path: str | Path, fmt: str | None = None, *, use_cache: bool = Tr
     try:
         current = cache.fingerprint(path, claude_code.session_files(path), f"{name} {FORMATS[name].version}")
     except OSError as error:
-        raise files.unreadable(str(path), error) from None
+        raise files.unreadable(f"{path}:1", error) from None
     trace = cache.load(path, current)
     if trace is None:
         trace = FORMATS[name].read(path)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,6 +99,20 @@ def test_a_missing_path_is_one_line(tmp_path, fmt, use_cache):
     assert str(caught.value).startswith(f"{tmp_path / 'none'}")
     assert "No such file or directory" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("operation", ["iterdir", "stat"])
+def test_a_folder_that_may_not_be_read_is_one_line(session_folder, monkeypatch, operation):
+    real = getattr(Path, operation)
+
+    def denied(path, *args, **options):
+        if path.name == "a.json.gz" or operation == "iterdir":
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, operation, denied)
+    with pytest.raises(TraceError, match="sessions:1: file, Permission denied, expected a file that can be read"):
+        load_trace(session_folder)
 
 
 def forbidden(_path):
