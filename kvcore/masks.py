@@ -64,13 +64,13 @@ def _needed_runs(group: GroupSpec, boundaries: Boundaries, low: int, high: int) 
 
 def _kept_runs(group: GroupSpec, run: Run, boundaries: Boundaries, alignment: int) -> Runs:
     """The part of `run` that the boundaries need; those beyond its end count while their range reaches back into it."""
-    if not group.positional:
+    start, end = run
+    if not group.positional or start >= end:
         return ()
     if group.prefix_closed:
-        return normalize((run,))
-    start, end = run
+        return (run,)
     low, high = start * group.block_size, _last_length_that_reaches(group, end, boundaries, alignment)
-    return intersect(_needed_runs(group, boundaries, low, high), normalize((run,)))
+    return intersect(_needed_runs(group, boundaries, low, high), (run,))
 
 
 def _last_length_that_reaches(group: GroupSpec, end: int, boundaries: Boundaries, alignment: int) -> int:

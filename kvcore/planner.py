@@ -21,6 +21,11 @@ class Planner:
     model: ModelSpec
     retention_interval: int | None = None
 
+    @property
+    def nothing(self) -> GroupRuns:
+        """No block in any group."""
+        return ((),) * len(self.model.groups)
+
     def limit(self, num_tokens: int) -> int:
         """Longest hit of a sequence of `num_tokens`: aligned, and at least one token is computed."""
         return align_down(max(0, num_tokens - 1), self.model.alignment)

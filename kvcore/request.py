@@ -15,7 +15,6 @@ from enum import Enum
 
 from kvcore.errors import require
 from kvcore.planner import GroupRuns, Planner, common, count_blocks, minus, plus
-from kvcore.types import Runs
 
 
 class State(Enum):
@@ -37,7 +36,7 @@ LEGAL: dict[str, frozenset[State]] = {
     "preempted": frozenset({State.COMPUTING}),
     "finished": frozenset({State.WAITING, State.ASKING, State.OFFERED, State.LOADING, State.COMPUTING}),
 }
-"""In which states each event may come. Answers and store reports may come in any."""
+"""In which states each event may come. Answers, and reports of plans that have ended, may come in any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fetch `blocks`; `unproven` were granted but never promised: nothing will fill them. Report `load_finished`."""
+    """Fetch `blocks`; report with `load_finished`.
+
+    `unproven` are needed at `resume_len` too, but the pool does not hold them: a grant below the offer may end where
+    only a shorter or longer hit is whole. Nothing will fill them.
+    """
 
     ticket: int
     resume_len: int
@@ -82,7 +85,11 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class PoolPolicy:
-    """Patience with the pool. `offer_ttl_ns`: how long an answer is believed (the lease its lookup was granted)."""
+    """Patience with the pool.
+
+    `offer_ttl_ns`: how long an offer is repeated before the pool is asked again (the lease its lookup was granted).
+    `max_load_attempts`: how many loads of a request may fail before it is offered nothing any more.
+    """
 
     lookup_deadline_ns: int
     offer_ttl_ns: int
@@ -98,17 +105,19 @@ class PoolPolicy:
 class Decisions:
     """What was decided for the request: the record that simulator and connector must share.
 
-    Lengths in tokens, of the first admission; block positions over the whole life.
+    Lengths in tokens, of the first admission; block positions over the whole life: what was asked for, what was planned
+    and not reported as failed, and what of the stores was last reported as not written. `late_misses` counts promised
+    blocks that were not there.
     """
 
+    looked_up: GroupRuns
+    loaded: GroupRuns
+    stored: GroupRuns
+    rejected: GroupRuns
     local_hit_len: int = 0
     external_hit_len: int = 0
     granted_len: int = 0
     admitted: bool = False
-    looked_up: GroupRuns = ()
-    loaded: GroupRuns = ()
-    stored: GroupRuns = ()
-    rejected: GroupRuns = ()
     late_lookups: int = 0
     late_answers: int = 0
     late_misses: int = 0
@@ -134,15 +143,19 @@ class KVRequest:
     policy: PoolPolicy
     num_prompt_tokens: int
     state: State = State.WAITING
-    decisions: Decisions = field(default_factory=Decisions)
+    decisions: Decisions = field(init=False)
     _answer: _Answer | None = None
     _offer: Offer = Offer(0)
     _local_hit_len: int = 0
     _load: Load | None = None
     _stores: dict[int, GroupRuns] = field(default_factory=dict)
     _saved_len: int = 0
-    _load_attempts: int = 0
+    _failed_loads: int = 0
     _next_ticket: int = 0
+
+    def __post_init__(self) -> None:
+        nothing = self.planner.nothing
+        self.decisions = Decisions(nothing, nothing, nothing, nothing)
 
     @property
     def closed(self) -> bool:
@@ -155,7 +168,7 @@ class KVRequest:
         """The scheduler may admit the request, which resumes at `local_hit_len` on its own, of `num_tokens` in all."""
         self._expect("consider")
         self._local_hit_len = local_hit_len
-        if self._load_attempts >= self.policy.max_load_attempts or self.planner.limit(num_tokens) <= local_hit_len:
+        if self._failed_loads >= self.policy.max_load_attempts or self.planner.limit(num_tokens) <= local_hit_len:
             return self._offered(0)
         answer = self._answer
         if answer is None or self._is_stale(answer, local_hit_len, now_ns):
@@ -182,8 +195,10 @@ class KVRequest:
         if self.state is State.COMPUTING:
             assert num_tokens == 0, num_tokens
             return None
-        require(num_tokens <= self._offer.num_tokens, "num_tokens", num_tokens, f"at most {self._offer.num_tokens}")
-        self._record_admission(num_tokens)
+        offer = self._offer if self.state is State.OFFERED else Offer(0)
+        bound = f"0 to {offer.num_tokens}, which was offered last"
+        require(0 <= num_tokens <= offer.num_tokens, "num_tokens", num_tokens, bound)
+        self._record_admission(offer, num_tokens)
         self._saved_len = max(self._saved_len, self._local_hit_len + num_tokens)
         self.state = State.COMPUTING
         load = self._plan_load(num_tokens) if num_tokens else None
@@ -195,8 +210,7 @@ class KVRequest:
     def load_finished(self, ticket: int, failed: GroupRuns) -> int | None:
         """The load ended and left the blocks `failed` unwritten. Returns the tokens that are valid now.
 
-        None for a report nobody waits for. When nothing is valid the request waits again, and is offered less often
-        than `max_load_attempts`.
+        None for a report nobody waits for. When nothing is valid the request waits again.
         """
         load = self._load
         if load is None or load.ticket != ticket:
@@ -206,16 +220,18 @@ class KVRequest:
         self._load = None
         if self.state is State.FINISHED:
             return 0
-        return self._resume(load, plus(common(failed, load.blocks), load.unproven))
+        return self._resume(load, common(failed, load.blocks))
 
     def computed(self, num_tokens: int) -> Store | None:
-        """The step being scheduled computes up to `num_tokens`; the prompt blocks it fills are to be stored.
+        """The step being scheduled computes up to `num_tokens`; what it fills is to be stored. Call it for each step.
 
-        Blocks that end in generated tokens follow in one plan when the request finishes: until then only this engine
-        can use them, and it has them.
+        Where the engine keeps all blocks of a running request, those that end in generated tokens follow in one plan
+        when the request finishes: until then only this engine can use them.
         """
         self._expect("computed")
-        return self._plan_store(min(num_tokens, self.num_prompt_tokens))
+        return self._plan_store(
+            min(num_tokens, self.num_prompt_tokens) if self.planner.model.prefix_closed else num_tokens
+        )
 
     def store_finished(self, ticket: int, rejected: GroupRuns) -> None:
         """The store ended; `rejected` were not written. Its blocks need no pin any more."""
@@ -224,9 +240,8 @@ class KVRequest:
             self.decisions.late_answers += 1
             return
         lost = common(rejected, blocks)
-        if any(lost):
-            self.decisions.rejected = plus(self.decisions.rejected, lost) if self.decisions.rejected else lost
-            self.decisions.stored = minus(self.decisions.stored, lost)
+        self.decisions.rejected = plus(self.decisions.rejected, lost)
+        self.decisions.stored = minus(self.decisions.stored, lost)
 
     def preempted(self) -> None:
         """The engine took the blocks away; stores in flight keep theirs."""
@@ -234,7 +249,10 @@ class KVRequest:
         self.state = State.WAITING
 
     def finished(self, num_tokens: int) -> Store | None:
-        """The request completed or was aborted with `num_tokens` computed; `closed` when its last plan is reported."""
+        """The request completed or was aborted with `num_tokens` computed; `closed` when its last plan is reported.
+
+        What is stored now is what the engine still holds: nothing that a window has left behind.
+        """
         self._expect("finished")
         computing = self.state is State.COMPUTING
         self.state = State.FINISHED
@@ -251,19 +269,25 @@ class KVRequest:
         return self._next_ticket
 
     def _is_stale(self, answer: _Answer, local_hit_len: int, now_ns: int) -> bool:
-        """A local hit that shrank leaves blocks nobody asked for; an old answer is no longer backed by a lease."""
+        """A local hit that shrank leaves blocks nobody asked for; what was offered for long has lost its lease.
+
+        An answer is offered once, however old it is: no request asks for ever without an offer in between.
+        """
         if local_hit_len < answer.local_hit_len:
             return True
-        return answer.answered_ns is not None and now_ns - answer.answered_ns > self.policy.offer_ttl_ns
+        if self.state is not State.OFFERED or answer.answered_ns is None:
+            return False
+        return now_ns - answer.answered_ns > self.policy.offer_ttl_ns
 
     def _ask(self, local_hit_len: int, num_tokens: int, now_ns: int) -> Lookup:
         asked = self.planner.lookup(local_hit_len, num_tokens)
-        self._answer = _Answer(self._ticket(), local_hit_len, now_ns, asked, tuple(() for _ in asked))
-        self.decisions.looked_up = plus(self.decisions.looked_up, asked) if self.decisions.looked_up else asked
+        self._answer = _Answer(self._ticket(), local_hit_len, now_ns, asked, self.planner.nothing)
+        self.decisions.looked_up = plus(self.decisions.looked_up, asked)
         self.state = State.ASKING
         return Lookup(self._answer.ticket, asked)
 
     def _wait(self, answer: _Answer, now_ns: int) -> Wait | Offer:
+        self.state = State.ASKING
         until_ns = answer.asked_ns + self.policy.lookup_deadline_ns
         if now_ns < until_ns:
             return Wait(until_ns)
@@ -276,12 +300,12 @@ class KVRequest:
         self._offer = Offer(num_tokens)
         return self._offer
 
-    def _record_admission(self, num_tokens: int) -> None:
+    def _record_admission(self, offer: Offer, num_tokens: int) -> None:
         if self.decisions.admitted:
             return
         self.decisions.admitted = True
         self.decisions.local_hit_len = self._local_hit_len
-        self.decisions.external_hit_len = self._offer.num_tokens
+        self.decisions.external_hit_len = offer.num_tokens
         self.decisions.granted_len = num_tokens
 
     def _plan_load(self, num_tokens: int) -> Load:
@@ -290,8 +314,7 @@ class KVRequest:
         wanted = self.planner.load(self._local_hit_len, resume_len)
         proven = common(wanted, self._answer.present)
         self._load = Load(self._ticket(), resume_len, proven, minus(wanted, proven))
-        self._load_attempts += 1
-        self.decisions.loaded = plus(self.decisions.loaded, proven) if self.decisions.loaded else proven
+        self.decisions.loaded = plus(self.decisions.loaded, proven)
         self.state = State.LOADING
         return self._load
 
@@ -299,25 +322,24 @@ class KVRequest:
         if num_tokens <= self._saved_len:
             return None
         blocks = self.planner.store(self._saved_len, num_tokens, self.num_prompt_tokens)
+        if self.state is State.FINISHED:
+            blocks = common(blocks, self.planner.held(num_tokens))
         self._saved_len = num_tokens
         if not any(blocks):
             return None
         store = Store(self._ticket(), blocks)
         self._stores[store.ticket] = blocks
-        self.decisions.stored = plus(self.decisions.stored, blocks) if self.decisions.stored else blocks
+        self.decisions.stored = plus(self.decisions.stored, blocks)
+        self.decisions.rejected = minus(self.decisions.rejected, blocks)
         return store
 
     def _resume(self, load: Load, failed: GroupRuns) -> int:
         self.decisions.late_misses += count_blocks(failed)
-        if any(failed):
-            self.decisions.loaded = minus(self.decisions.loaded, failed)
-        valid_len = self.planner.valid_len(load.resume_len, failed)
-        self._saved_len = valid_len if any(failed) else self._saved_len
+        self.decisions.loaded = minus(self.decisions.loaded, failed)
+        unwritten = plus(failed, load.unproven)
+        valid_len = self.planner.valid_len(load.resume_len, unwritten)
+        if any(unwritten):
+            self._failed_loads += 1
+            self._saved_len = valid_len
         self.state = State.COMPUTING if valid_len else State.WAITING
         return valid_len
-
-
-def no_runs(planner: Planner) -> GroupRuns:
-    """No block in any group of the planner's model."""
-    empty: Runs = ()
-    return tuple(empty for _ in planner.model.groups)

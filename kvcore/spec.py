@@ -124,3 +124,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         require(self.groups, "groups", self.groups, "at least one KV cache group")
         object.__setattr__(self, "alignment", math.lcm(*(group.block_size for group in self.groups)))
+
+    @property
+    def prefix_closed(self) -> bool:
+        """Whether every group needs all earlier blocks, so that an engine keeps all of a running request."""
+        return all(group.prefix_closed for group in self.groups)
