@@ -1,0 +1,110 @@
+"""A run's result: the document that `kvsim run --json` prints, and the folder that `--out` asks for."""
+
+import json
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from kvcore.errors import InvalidArgument
+from kvsim import invariants
+from kvsim.events import EventLog, Kind
+from kvsim.metrics import Events, measure
+from kvsim.run import SharedPool, Simulation, decisions_digest
+from kvsim.scenario import Scenario, TraceWorkload
+
+Document: TypeAlias = dict[str, object]
+"""Plain types, as JSON has them."""
+
+OUT_EXPECTED = "a new or empty folder; nothing is ever overwritten"
+
+
+def document(simulation: Simulation, engine: str, wall_s: float) -> Document:
+    """Everything about a run that is over, in the order in which it is printed; raises InvariantBroken."""
+    scenario = simulation.scenario
+    metrics = asdict(measure(simulation.log, scenario.num_gpus))
+    rejected_reasons = metrics.pop("rejected_reasons")
+    decided = decisions_digest(simulation.decisions())
+    head = {
+        "scenario": scenario.scenario.name,
+        "engine": engine,
+        "seed": scenario.scenario.seed,
+        "digest": digest(simulation.log, decided),
+        "decisions_digest": decided,
+    }
+    size = {"wall_s": wall_s, "events": len(simulation.log)}
+    counts = {name: metrics.pop(name) for name in ("requests_completed", "requests_rejected", "simulated_s")}
+    tail = {name: metrics.pop(name) for name in ("preemptions", "late_misses")}
+    return {
+        **head,
+        **counts,
+        **size,
+        **metrics,
+        "num_gpus": scenario.num_gpus,
+        **tail,
+        "invariants": invariants.check(simulation),
+        "rejected_reasons": rejected_reasons,
+        "pool": None if simulation.pool is None else _pool(simulation.pool, scenario),
+    }
+
+
+def digest(log: EventLog, decided: str) -> str:
+    """16 hex digits over everything that happened and everything that was decided."""
+    return sha256(f"{log.digest()} {decided}".encode()).hexdigest()[:16]
+
+
+def claim(folder: Path) -> None:
+    """Make sure that results can go into the folder; raises InvalidArgument unless it is new or empty."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        raise InvalidArgument("--out", str(folder), f"a folder that can be made ({error.strerror})") from None
+    if not is_empty:
+        raise InvalidArgument("--out", str(folder), OUT_EXPECTED)
+
+
+def write(folder: Path, simulation: Simulation, result: Document) -> None:
+    """Write scenario.toml (a run of it gives this result again), metrics.json and events.npz; raises OSError.
+
+    events.npz has the columns time_ps, kind, request, a, b of `kvsim.events`, and the names of the kinds.
+    """
+    (folder / "scenario.toml").write_text(scenario_toml(simulation.scenario), encoding="utf-8")
+    (folder / "metrics.json").write_text(to_json(result), encoding="utf-8")
+    every = Events(simulation.log).all
+    names = np.array([kind.name for kind in Kind])
+    np.savez_compressed(
+        folder / "events.npz",
+        time_ps=every.time_ps,
+        kind=every.kind,
+        request=every.request,
+        a=every.a,
+        b=every.b,
+        kind_names=names,
+    )
+
+
+def to_json(result: Document) -> str:
+    """One JSON document, with an end of line."""
+    return json.dumps(result, indent=2, allow_nan=False) + "\n"
+
+
+def scenario_toml(scenario: Scenario) -> str:
+    """The scenario with every default spelled out and the trace by its absolute path."""
+    tables = scenario.model_dump(exclude_none=True)
+    if isinstance(scenario.workload, TraceWorkload):
+        tables["workload"]["trace"] = str(Path(scenario.workload.trace).absolute())
+    return "\n".join(_toml_table(name, table) for name, table in tables.items())
+
+
+def _toml_table(name: str, table: dict[str, object]) -> str:
+    # JSON writes strings, integers, finite floats and booleans as TOML does, but for DEL.
+    values = {key: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for key, value in table.items()}
+    return "".join([f"[{name}]\n", *(f"{key} = {value}\n" for key, value in values.items())])
+
+
+def _pool(pool: SharedPool, scenario: Scenario) -> Document:
+    size = {"capacity_bytes": scenario.pool_capacity_bytes, "used_bytes": pool.store.used_bytes}
+    return {**size, "objects": pool.store.num_objects, **asdict(pool.store.counters)}

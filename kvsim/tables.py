@@ -1,0 +1,151 @@
+"""Documents as tables for people; every function takes what `--json` would print."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Document: TypeAlias = Mapping[str, Any]
+
+MISSING = "-"
+MARKS = ("p50", "p90", "p99", "mean")
+
+COMPARED = (
+    ("cache hit rate", "hit_rate", "{:.1%}"),
+    ("  local", "hit_rate_local", "{:.1%}"),
+    ("  from the pool", "hit_rate_external", "{:.1%}"),
+    ("TTFT p50, s", "ttft_s.p50", "{:,.3f}"),
+    ("TTFT p90, s", "ttft_s.p90", "{:,.3f}"),
+    ("TTFT p99, s", "ttft_s.p99", "{:,.3f}"),
+    ("TPOT p50, ms", "tpot_ms.p50", "{:,.2f}"),
+    ("E2E p50, s", "e2e_s.p50", "{:,.2f}"),
+    ("tokens/s per GPU", "throughput_tokens_per_s_per_gpu", "{:,.0f}"),
+    ("simulated, s", "simulated_s", "{:,.1f}"),
+)
+"""(label, key, format) of each row of a comparison."""
+
+
+WIDTH_OF_A_FILE = 160
+"""Columns where output is no terminal."""
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that prints text as it is: brackets are no markup, numbers have no colours."""
+    found = Console(markup=False, highlight=False, emoji=False, stderr=stderr)
+    if not found.is_terminal:
+        found.width = WIDTH_OF_A_FILE
+    return found
+
+
+def run(result: Document) -> RenderableType:
+    """One run."""
+    requests = f"{result['requests_completed']:,} completed, {result['requests_rejected']:,} rejected"
+    reasons = [f"{reason}: {count:,}" for reason, count in result["rejected_reasons"].items()]
+    throughput = _shown(result, "throughput_tokens_per_s", "{:,.0f}")
+    per_gpu = _shown(result, "throughput_tokens_per_s_per_gpu", "{:,.0f}")
+    facts = {
+        "requests": "; ".join([requests, *reasons]),
+        "hit rate": ", ".join(f"{label.strip()} {_shown(result, key, form)}" for label, key, form in COMPARED[:3]),
+        "throughput": f"{throughput} tokens/s, {per_gpu} per GPU, {result['num_gpus']} GPUs",
+        "preemptions": f"{result['preemptions']:,}; late misses {result['late_misses']:,} blocks",
+        "simulated": f"{result['simulated_s']:,.1f} s in {result['wall_s']:,.1f} s, {result['events']:,} events",
+        "digest": f"{result['digest']}, decisions {result['decisions_digest']}, invariants {result['invariants']}",
+    }
+    title = f"{result['scenario']}, engine {result['engine']}, seed {result['seed']}"
+    return Group(Text(title, "bold"), _pairs(facts), _latencies(result))
+
+
+def comparison(left: Document, right: Document) -> RenderableType:
+    """Two runs side by side, and the second's ratio to the first."""
+    table = _table("", left["scenario"], right["scenario"], "ratio")
+    for label, key, form in COMPARED:
+        ratio = _ratio(_value(left, key), _value(right, key))
+        table.add_row(label, _shown(left, key, form), _shown(right, key, form), ratio)
+    return table
+
+
+def hits(report: Document) -> RenderableType:
+    """Hit rates by capacity and policy."""
+    total, last_half = report["total_tokens"], report["last_half_tokens"]
+    table = _table("capacity, blocks", "policy", "hit tokens", "hit rate", "last half")
+    points = [(f"{p['capacity_blocks']:,}", name, p) for name, curve in report["policies"].items() for p in curve]
+    for capacity, name, point in [*points, ("no bound", MISSING, report["infinite"])]:
+        rates = _percent(point["hit_tokens"], total), _percent(point["last_half_hit_tokens"], last_half)
+        table.add_row(capacity, name, f"{point['hit_tokens']:,}", *rates)
+    return Group(Text(f"{report['requests']:,} requests, {total:,} prompt tokens", "bold"), table)
+
+
+def trace_stats(stats: Document) -> RenderableType:
+    """What a trace holds."""
+    facts = {name: _number(value) for name, value in stats.items() if not isinstance(value, Mapping)}
+    spreads = {name: value for name, value in stats.items() if isinstance(value, Mapping)}
+    columns = list(next(iter(spreads.values()), {}))
+    table = _table("", *columns)
+    for name, values in spreads.items():
+        table.add_row(_label(name), *(_number(values[column]) for column in columns))
+    return Group(_pairs({_label(name): value for name, value in facts.items()}), table)
+
+
+def scenarios(descriptions: Mapping[str, str]) -> RenderableType:
+    """Names and descriptions."""
+    return _pairs(descriptions)
+
+
+def _latencies(result: Document) -> Table:
+    table = _table("", *MARKS)
+    for label, key, form in (
+        ("TTFT, s", "ttft_s", "{:,.3f}"),
+        ("TPOT, ms", "tpot_ms", "{:,.2f}"),
+        ("E2E, s", "e2e_s", "{:,.2f}"),
+    ):
+        table.add_row(label, *(_shown(result, f"{key}.{mark}", form) for mark in MARKS))
+    return table
+
+
+def _pairs(facts: Mapping[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    return table
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
+def _value(result: Document, key: str) -> float | None:
+    found: Any = result
+    for part in key.split("."):
+        found = found[part]
+    return None if found is None else float(found)
+
+
+def _shown(result: Document, key: str, form: str) -> str:
+    value = _value(result, key)
+    return MISSING if value is None else form.format(value)
+
+
+def _ratio(left: float | None, right: float | None) -> str:
+    return f"{right / left:.2f}x" if left and right is not None else MISSING
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.2%}" if whole else MISSING
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _label(name: str) -> str:
+    return name.replace("_", " ")

@@ -1,0 +1,14 @@
+"""The trace that a scenario's [workload] section asks for."""
+
+from kvsim.scenario import AgenticWorkload, Scenario
+from kvsim.workload.agentic import Agentic, generate
+from kvsim.workload.load import load_trace
+from kvsim.workload.trace import Trace
+
+
+def trace_of(scenario: Scenario, *, use_cache: bool = True) -> Trace:
+    """Generated with the scenario's seed, or read from a file; raises TraceError for one that cannot be used."""
+    workload = scenario.workload
+    if isinstance(workload, AgenticWorkload):
+        return generate(Agentic(**workload.model_dump(exclude={"generator"})), scenario.scenario.seed)
+    return load_trace(workload.trace, workload.format, use_cache=use_cache)
