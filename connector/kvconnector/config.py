@@ -33,21 +33,15 @@ _POWER_OF_1024 = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 class Role(Enum):
-    """vLLM's kv_role: what this engine does with the pool."""
+    """vLLM's kv_role: what this engine does with the pool. An engine that only loads is not supported yet."""
 
     PRODUCER = "kv_producer"
-    CONSUMER = "kv_consumer"
     BOTH = "kv_both"
 
     @property
     def loads(self) -> bool:
         """Whether it looks up and loads."""
         return self is not Role.PRODUCER
-
-    @property
-    def stores(self) -> bool:
-        """Whether it stores."""
-        return self is not Role.CONSUMER
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +173,10 @@ class _Source:
         if key in self._extra:
             return self._extra[key]
         variable = _ENVIRONMENT.get(key)
-        if variable in self._environment:
-            return self._environment[variable]
+        if variable is None:
+            return default
         # The file is Mooncake's: only its own settings are read from it, and more may be in it.
-        return self._file.get(key, default) if variable else default
+        return self._environment.get(variable, self._file.get(key, default))
 
 
 def _read_file(path: str | None) -> Mapping[str, object]:

@@ -57,6 +57,10 @@ class MooncakeStore:
         self._link = _Link(config, clock, new_client or _mooncake_client)
         self._lane = Lane("kvtwin-ask", clock)
 
+    def join(self, deadline_ns: int) -> bool:
+        """Connect now rather than with the first call, whose deadline is short; False when that did not succeed yet."""
+        return bool(self._lane.call(lambda: self._link.usable_client() is not None, deadline_ns))
+
     def register(self, address: int, size_bytes: int) -> None:
         """Let `get` and `put` use this memory; it must live as long as the store."""
         self._link.register(address, size_bytes)
@@ -144,7 +148,7 @@ class _Link:
         if not names:
             return []
         try:
-            client = self._usable_client()
+            client = self.usable_client()
             outcomes = call(client, names) if client is not None else []
         except Exception:
             logger.exception("Mooncake call failed")
@@ -162,7 +166,8 @@ class _Link:
         if client is not None:
             client.close()
 
-    def _usable_client(self) -> Any | None:
+    def usable_client(self) -> Any | None:
+        """Mooncake's client, or None while the master does not answer."""
         with self._lock:
             if self._client is not None and not self._suspect:
                 return self._client

@@ -30,7 +30,7 @@ class TransferThread(Generic[JobT]):
     ) -> None:
         self.outcomes: Counter[StoreOutcome] = Counter()
         """Entries of ended jobs by outcome."""
-        self._move = move
+        self._move: Callable[[JobT, int], Sequence[StoreOutcome]] = move
         self._patience_ns = deadline_ms * NS_PER_MS
         self._clock = clock
         self._changed = threading.Condition()
@@ -81,10 +81,10 @@ class TransferThread(Generic[JobT]):
             ready()
             outcomes = self._move(job, deadline_ns)
             assert len(outcomes) == len(job.entries), (len(outcomes), len(job.entries))
+            return outcomes
         except Exception:
             logger.exception("job %d of request %s failed", job.job_id, job.request_id)
-            outcomes = [StoreOutcome.UNAVAILABLE] * len(job.entries)
-        return outcomes
+            return [StoreOutcome.UNAVAILABLE] * len(job.entries)
 
     def _end(self, job: JobT, outcomes: Sequence[StoreOutcome]) -> None:
         self.outcomes.update(outcomes)

@@ -24,6 +24,10 @@ WORDS_OF_THE_FIELD = {
 }
 
 
+# Overrides of vLLM's, which passes them keywords that differ from version to version.
+ENGINE_SIGNATURES = {"kvconnector.connector.start_load_kv", "kvconnector.connector.save_kv_layer"}
+
+
 def annotated(module: Module) -> Iterator[tuple[str, str]]:
     """(name, annotation) of every annotated variable, field and parameter."""
     for node in ast.walk(module.tree):
@@ -90,7 +94,7 @@ def sentinels(module: Module) -> list[str]:
         defaults = [*function.args.defaults, *(value for value in function.args.kw_defaults if value)]
         if any(ast.unparse(value) == "-1" for value in defaults):
             found.append(f"{module.name}.{function.name}: default -1")
-        if function.args.kwarg is not None:
+        if function.args.kwarg is not None and f"{module.name}.{function.name}" not in ENGINE_SIGNATURES:
             found.append(f"{module.name}.{function.name}: **{function.args.kwarg.arg}")
     return found
 

@@ -1,0 +1,185 @@
+"""What vLLM loads. It only forwards: to the scheduler half in the engine's scheduler, to the worker half in a worker.
+
+The name is KVTwinConnector; without the plugin, kv_connector_module_path must be kvconnector.connector.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvconnector.config import ConnectorConfig, PoolConfig, read_config
+from kvconnector.metadata import StepMetadata, WorkerReport
+from kvconnector.scheduler import KeySpace, SchedulerHalf
+from kvconnector.store import MooncakeStore
+from kvconnector.transfer import LookupThread
+from kvconnector.vllm_compat import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+    describe_groups,
+    get_ip,
+    hash_block_size,
+    init_logger,
+    namespace_fields,
+    num_ranks,
+    rank_of,
+)
+from kvconnector.worker import WorkerHalf
+from kvcore.keys import namespace_digest
+from kvcore.planner import Planner
+from kvcore.request import PoolPolicy
+from kvcore.spec import ModelSpec
+from kvcore.units import NS_PER_MS, NS_PER_S
+
+logger = init_logger(__name__)
+
+JOIN_PATIENCE_NS = 2 * NS_PER_S
+"""How long the engine's start waits for the pool; without it the engine starts, and joins when it can."""
+
+
+class MonotonicClock:
+    """The process's clock."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds of `time.monotonic_ns`."""
+        return time.monotonic_ns()
+
+
+class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV cache of many engines in one Mooncake pool. A pool that fails costs time, never a wrong token."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        # The engine reads this after it has built its connector. Its default ends a request whose load fails.
+        transfer.kv_load_failure_policy = "recompute"
+        config = read_config(transfer.kv_connector_extra_config, transfer.kv_role)
+        clock = MonotonicClock()
+        pool = _joining(config.pool)
+        if role == KVConnectorRole.SCHEDULER:
+            self._store = MooncakeStore(pool.lookup_only(), clock)
+            self._lookups = LookupThread(self._store, clock)
+            keys = _key_space(config, vllm_config, kv_cache_config)
+            planner = Planner(ModelSpec(describe_groups(kv_cache_config)))
+            self._scheduler = SchedulerHalf(planner, _policy(config), keys, self._lookups, clock)
+            self._stop = self._lookups.close
+        else:
+            self._store = MooncakeStore(pool, clock)
+            self._worker = WorkerHalf(config, self._store, clock, rank_of(vllm_config))
+            self._stop = self._worker.close
+        self._store.join(clock.now_ns() + JOIN_PATIENCE_NS)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: a store that is dropped is a miss later."""
+        return False
+
+    # -- scheduler ---------------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See `SchedulerHalf.bind_gpu_block_pool`."""
+        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `SchedulerHalf.get_num_new_matched_tokens`."""
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See `SchedulerHalf.update_state_after_alloc`."""
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """See `SchedulerHalf.build_connector_meta`."""
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See `SchedulerHalf.update_connector_output`."""
+        report = connector_output.kv_connector_worker_meta
+        self._scheduler.update_connector_output(report if isinstance(report, WorkerReport) else None)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See `SchedulerHalf.request_finished`."""
+        return self._scheduler.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `SchedulerHalf.request_finished`."""
+        return self._scheduler.request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """See `SchedulerHalf.has_pending_push_work`."""
+        return self._scheduler.has_pending_push_work()
+
+    # -- worker ------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """See `WorkerHalf.register_kv_caches`."""
+        self._worker.register_kv_caches(kv_caches, self._kv_cache_config)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See `WorkerHalf.start_load_kv`; which arguments come with it depends on vLLM's version."""
+        self._worker.start_load_kv(self._metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no load is needed by the step that starts it."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: blocks are stored whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        """See `WorkerHalf.wait_for_save`."""
+        self._worker.wait_for_save(self._metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """(None, requests whose load ended)."""
+        return None, self.get_transfer_results(finished_req_ids).finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See `WorkerHalf.get_transfer_results`."""
+        return self._worker.get_transfer_results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `WorkerHalf.take_unloaded_block_ids`."""
+        return self._worker.take_unloaded_block_ids()
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """See `WorkerHalf.take_report`."""
+        return self._worker.take_report()
+
+    # -- both --------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Stop this half's threads, and leave the pool unless one of them is in a call that does not end."""
+        if self._stop():
+            self._store.close()
+
+    def _metadata(self) -> StepMetadata:
+        metadata: KVConnectorMetadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata), metadata
+        return metadata
+
+
+def _policy(config: ConnectorConfig) -> PoolPolicy:
+    return PoolPolicy(
+        lookup_deadline_ns=config.lookup_deadline_ms * NS_PER_MS,
+        offer_ttl_ns=config.offer_ttl_ms * NS_PER_MS,
+        max_load_attempts=config.max_load_attempts if config.role.loads else 0,
+    )
+
+
+def _key_space(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any) -> KeySpace:
+    fields = namespace_fields(vllm_config, kv_cache_config)
+    if config.model_id:
+        fields |= {"model": config.model_id, "revision": None}
+    fields["user"] = [[name, value] for name, value in sorted(config.namespace.items())]
+    namespace = namespace_digest(fields)
+    logger.info("kvtwin: keys are in namespace %s, made of %s", namespace, fields)
+    return KeySpace(namespace, hash_block_size(vllm_config, kv_cache_config), num_ranks(vllm_config))
+
+
+def _joining(pool: PoolConfig) -> PoolConfig:
+    return pool if pool.local_hostname else dataclasses.replace(pool, local_hostname=get_ip())

@@ -1,0 +1,125 @@
+"""The only file that knows vLLM's versions (0.32 and 0.33): where its names live, and what its configuration says."""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.utils.network_utils import get_ip
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
+
+from kvcore.errors import InvalidArgument, require
+from kvcore.keys import NamespaceField
+from kvcore.spec import ChunkedLocal, FullAttention, GroupSpec, Recurrent, SlidingWindow
+
+__all__ = [
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "describe_groups",
+    "get_ip",
+    "hash_block_size",
+    "init_logger",
+    "namespace_fields",
+    "num_ranks",
+    "rank_of",
+]
+
+
+def describe_groups(kv_cache_config: Any) -> tuple[GroupSpec, ...]:
+    """One spec per group, in the engine's order; raises InvalidArgument naming what is not supported."""
+    groups = kv_cache_config.kv_cache_groups
+    cacheable = tuple(kv_cache_config.prefix_cacheable_group_ids)
+    require(groups, "kv_cache_groups", groups, "at least one group")
+    require(
+        cacheable == tuple(range(len(groups))),
+        "prefix_cacheable_group_ids",
+        cacheable,
+        f"all {len(groups)} groups: a model with a group that is never cached is not supported",
+    )
+    return tuple(_group_spec(_one_spec(group)) for group in groups)
+
+
+def namespace_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, NamespaceField]:
+    """Everything two engines must have in common for the bytes of one to be right in the other.
+
+    The seed of the block hashes is not in it: another seed gives other hashes.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    return {
+        "format": 1,
+        "model": str(model.model),
+        "revision": model.revision,
+        "quantization": None if model.quantization is None else str(model.quantization),
+        "dtype": str(model.dtype),
+        "kv_dtype": str(cache.cache_dtype),
+        "kv_layout": kv_cache_config.kv_cache_layout or cache.kv_cache_layout,
+        "groups": [_spec_fields(_one_spec(group)) for group in kv_cache_config.kv_cache_groups],
+        "hash_block_size": hash_block_size(vllm_config, kv_cache_config),
+        "hash_algorithm": str(cache.prefix_caching_hash_algo),
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+    }
+
+
+def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens per entry of a request's `block_hashes`."""
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def num_ranks(vllm_config: Any) -> int:
+    """Workers of one engine, each of which holds, loads and stores its own shard of every block."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        require(size == 1, name, size, "1: sharding by context is not supported")
+    return int(parallel.world_size)
+
+
+def rank_of(vllm_config: Any) -> int:
+    """This worker's place among the engine's ranks, from 0."""
+    return int(vllm_config.parallel_config.rank)
+
+
+def _one_spec(group: Any) -> Any:
+    # A group of layers that differ in size holds one spec per layer; what we read of them is equal.
+    return next(iter(iter_layer_specs(group.kv_cache_spec)))
+
+
+def _group_spec(spec: Any) -> GroupSpec:
+    kind = type(spec)
+    if kind in (FullAttentionSpec, MLAAttentionSpec):
+        return FullAttention(spec.block_size)
+    if kind in (SlidingWindowSpec, SlidingWindowMLASpec):
+        return SlidingWindow(spec.block_size, spec.sliding_window, getattr(spec, "extra_retained_tokens", 0))
+    if kind is ChunkedLocalAttentionSpec:
+        return ChunkedLocal(spec.block_size, spec.attention_chunk_size)
+    if kind is MambaSpec:
+        mode = spec.mamba_cache_mode
+        require(mode == "align", "mamba_cache_mode", mode, '"align": other modes keep no state at block ends')
+        return Recurrent(spec.block_size)
+    raise InvalidArgument("kv_cache_spec", kind.__name__, "full, sliding-window, chunked-local or Mamba layers")
+
+
+def _spec_fields(spec: Any) -> list[NamespaceField]:
+    named = ("block_size", "num_kv_heads", "head_size", "sliding_window", "attention_chunk_size", "page_size_bytes")
+    values: list[NamespaceField] = [type(spec).__name__, str(getattr(spec, "dtype", None))]
+    return values + [getattr(spec, name, None) for name in named]

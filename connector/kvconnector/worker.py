@@ -1,0 +1,137 @@
+"""The worker half: knows where blocks lie, starts jobs, and reports each that ended exactly once."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvconnector.config import ConnectorConfig
+from kvconnector.layout import CacheView, GroupLayout, group_layout
+from kvconnector.metadata import Ended, Entry, LoadJob, StepMetadata, StoreJob, WorkerReport
+from kvconnector.store import MooncakeStore, Pieces
+from kvconnector.transfer import TransferThread
+from kvconnector.vllm_compat import KVConnectorTransferResults
+from kvcore.errors import InvalidArgument
+from kvcore.keys import BlockKey, Namespace
+from kvcore.ports import Clock, StoreOutcome
+
+
+class WorkerHalf:
+    """One per worker. `rank` is the shard of every block that it holds.
+
+    In each step: `start_load_kv`, `wait_for_save`, then `get_transfer_results`, which takes the jobs that have ended,
+    and after it what it could not say: `take_unloaded_block_ids` (one KV cache group) and `take_report`.
+    """
+
+    def __init__(self, config: ConnectorConfig, store: MooncakeStore, clock: Clock, rank: int) -> None:
+        self._store = store
+        self._clock = clock
+        self._rank = rank
+        self._layouts: tuple[GroupLayout, ...] = ()
+        self._device = torch.device("cpu")
+        self._namespace = Namespace("")
+        self._ended: list[Ended] = []
+        self._unloaded_block_ids: set[int] = set()
+        self._loads = TransferThread[LoadJob]("kvtwin-load", self._get, config.load_deadline_ms, clock)
+        self._stores = TransferThread[StoreJob]("kvtwin-store", self._put, config.store_deadline_ms, clock)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> None:
+        """Learn where the blocks of each group lie, and give their memory to the store."""
+        num_blocks = kv_cache_config.num_blocks
+        self._layouts = tuple(
+            group_layout(_views(group.layer_names, kv_caches), num_blocks) for group in kv_cache_config.kv_cache_groups
+        )
+        tensors = [tensor for cache in kv_caches.values() for tensor in _tensors(cache)]
+        for address, size_bytes in {_storage(tensor) for tensor in tensors}:
+            self._store.register(address, size_bytes)
+        self._device = tensors[0].device
+
+    def start_load_kv(self, metadata: StepMetadata) -> None:
+        """Start the step's loads; none is needed by the step itself."""
+        self._namespace = metadata.namespace
+        for job in metadata.loads:
+            self._loads.submit(job)
+
+    def wait_for_save(self, metadata: StepMetadata) -> None:
+        """Start the step's stores, each of which waits until the device has computed the step."""
+        self._namespace = metadata.namespace
+        if metadata.stores:
+            computed = _fence(self._device)
+            for job in metadata.stores:
+                self._stores.submit(job, computed)
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """The requests whose load ended since the last call, and those of several groups for which it failed."""
+        loads, stores = self._loads.take_ended(), self._stores.take_ended()
+        self._ended += [ended for _, ended in (*loads, *stores)]
+        failed = [(job, ended) for job, ended in loads if ended.failed or job.unwritten]
+        for job, ended in failed:
+            self._unloaded_block_ids.update(job.unwritten, (job.entries[index].block_id for index in ended.failed))
+        several_groups = len(self._layouts) > 1
+        return KVConnectorTransferResults(
+            finished_recving={job.request_id for job, _ in loads},
+            failed_recving={job.request_id for job, _ in failed if several_groups},
+        )
+
+    def take_unloaded_block_ids(self) -> set[int]:
+        """The blocks of loads just ended that hold no data; empty with several groups, where ids are ambiguous."""
+        unloaded, self._unloaded_block_ids = self._unloaded_block_ids, set()
+        return unloaded if len(self._layouts) == 1 else set()
+
+    def take_report(self) -> WorkerReport | None:
+        """The jobs that `get_transfer_results` took, for the scheduler half; None when there are none."""
+        ended, self._ended = self._ended, []
+        return WorkerReport(tuple(ended)) if ended else None
+
+    def close(self) -> bool:
+        """Stop both threads, and say whether they have ended."""
+        return all([self._loads.close(), self._stores.close()])
+
+    def _get(self, job: LoadJob, deadline_ns: int) -> Sequence[StoreOutcome]:
+        return self._store.get(*self._addressed(job.entries), deadline_ns)
+
+    def _put(self, job: StoreJob, deadline_ns: int) -> Sequence[StoreOutcome]:
+        return self._store.put(*self._addressed(job.entries), deadline_ns)
+
+    def _addressed(self, entries: Iterable[Entry]) -> tuple[list[BlockKey], list[Pieces]]:
+        keys: list[BlockKey] = []
+        buffers: list[Pieces] = []
+        for group, _, block_hash, block_id in entries:
+            keys.append(BlockKey(self._namespace, group, self._rank, block_hash))
+            buffers.append(self._layouts[group].locate(block_id))
+        return keys, buffers
+
+
+def _views(layers: Iterable[str], kv_caches: Mapping[str, Any]) -> list[CacheView]:
+    views = []
+    for layer in layers:
+        if layer not in kv_caches:
+            raise InvalidArgument("kv_caches", sorted(kv_caches), f"an entry for layer {layer}")
+        views += [_view(layer, tensor) for tensor in _tensors(kv_caches[layer])]
+    return views
+
+
+def _tensors(cache: Any) -> Sequence[torch.Tensor]:
+    """A recurrent layer has several states, all in the same blocks."""
+    return [cache] if isinstance(cache, torch.Tensor) else list(cache)
+
+
+def _view(layer: str, tensor: torch.Tensor) -> CacheView:
+    item_bytes = tensor.element_size()
+    strides_bytes = tuple(stride * item_bytes for stride in tensor.stride())
+    return CacheView(layer, tensor.data_ptr(), tuple(tensor.shape), strides_bytes, item_bytes)
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _fence(device: torch.device) -> Callable[[], object]:
+    """A call that returns once the device has done what is queued now; on the CPU that is always."""
+    if device.type == "cpu":
+        return lambda: None
+    event = torch.Event(device)
+    event.record()
+    wait: Callable[[], object] = event.synchronize
+    return wait
