@@ -41,6 +41,10 @@ class Driver:
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.computed = {}
         self._count_computed_tokens()
+        self.gets = []
+        self.fault = None
+        if connector and connector["name"] == "KVTwinConnector":
+            self._intercept_gets()
 
     def _count_computed_tokens(self):
         schedule = self.scheduler.schedule
@@ -52,6 +56,40 @@ class Driver:
             return output
 
         self.scheduler.schedule = counted
+
+    def _intercept_gets(self):
+        """Record the keys of every get, and let `break_gets` decide what becomes of it."""
+        from kvconnector.store import MooncakeStore
+
+        from kvcore.ports import StoreOutcome
+
+        get, gets = MooncakeStore.get, self.gets
+
+        def intercepted(store, keys, buffers, deadline_ns):
+            gets.append([list(key[1:3]) for key in keys])
+            fault = self.fault or {}
+            hit = fault.get("entries") or range(len(keys))
+            if fault.get("remove"):
+                store.remove([keys[index] for index in hit], deadline_ns)
+            outcomes = get(store, keys, buffers, deadline_ns)
+            for index in hit if "outcome" in fault else ():
+                outcomes[index] = StoreOutcome(fault["outcome"])
+            return outcomes
+
+        MooncakeStore.get = intercepted
+
+    def break_gets(self, fault):
+        """From now on gets have a fault, or with None no more.
+
+        {"remove": true} removes their keys from the pool right before; {"outcome": NAME} replaces their outcomes;
+        {"entries": [index, ...]} limits either to some of a get's keys.
+        """
+        self.fault = fault
+        self.gets.clear()
+
+    def take_gets(self):
+        """[group, rank] of the keys of each get since `break_gets`."""
+        return list(self.gets)
 
     def generate(self, prompts, max_tokens):
         """Greedy tokens per prompt (lists of token ids), and for the batch: wall time, tokens computed, hits."""
@@ -68,6 +106,32 @@ class Driver:
             "computed": sum(self.computed.values()),
         }
 
+    def _record_decisions(self, request, machine):
+        made = machine.decisions
+        self.decided.append(
+            {
+                "local_hit_len": made.local_hit_len,
+                "external_hit_len": made.external_hit_len,
+                "granted_len": made.granted_len,
+                "loaded": self._keys(request, made.loaded),
+                "stored": self._keys(request, made.stored),
+            }
+        )
+
+    def _keys(self, request, blocks):
+        """(group, block hash in hex) of runs of blocks; the tests' models hash in their own block size."""
+        return [
+            (group, request.block_hashes[block].hex())
+            for group, runs in enumerate(blocks)
+            for start, end in runs
+            for block in range(start, end)
+        ]
+
+    def decisions(self):
+        """What was decided for the requests that are closed, since the last call."""
+        decided, self.decided = self.decided, []
+        return decided
+
     def reset_local(self):
         """Forget the engine's own prefix cache; the store keeps what it has."""
         return self.llm.reset_prefix_cache()
@@ -76,11 +140,19 @@ class Driver:
         """Blocks of the engine's pool that are free."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
+    def settle(self, patience_s=20):
+        """Step until every job has been reported; the seconds it took."""
+        start = time.perf_counter()
+        while self.scheduler.has_requests():
+            assert time.perf_counter() - start < patience_s, "jobs are never reported"
+            self.llm.llm_engine.step()
+        return time.perf_counter() - start
+
     def sleep(self, seconds):
         time.sleep(seconds)
 
 
-COMMANDS = ("generate", "reset_local", "free_blocks", "sleep")
+COMMANDS = ("generate", "reset_local", "free_blocks", "break_gets", "take_gets", "settle", "sleep", "decisions")
 
 
 def answer(value):

@@ -132,7 +132,7 @@ class Master:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/{path}", timeout=5) as answer:
             return answer.read().decode()
 
-    def keys(self):
+    def stored_keys(self):
         return [key for key in self.http("get_all_keys").split() if key]
 
     def kill(self):
