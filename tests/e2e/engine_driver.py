@@ -26,6 +26,7 @@ class Driver:
             "kv_cache_memory_bytes": 64 << 20,
             "block_size": 32,
             "max_model_len": 2048,
+            "dtype": "float32",
             "disable_log_stats": False,
             **config.get("options", {}),
         }
@@ -43,8 +44,10 @@ class Driver:
         self._count_computed_tokens()
         self.gets = []
         self.fault = None
+        self.decided = []
         if connector and connector["name"] == "KVTwinConnector":
             self._intercept_gets()
+            self.scheduler.connector._scheduler.on_closed = self._record_decisions
 
     def _count_computed_tokens(self):
         schedule = self.scheduler.schedule
