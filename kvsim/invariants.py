@@ -195,7 +195,7 @@ def log_tells_decisions(simulation: Simulation, events: Events) -> None:
         decided = [] if decision is None else [decision.local_hit_len, decision.granted_len]
         assert hits == decided, f"request {index}: logged {hits}, decided {decided}"
     for index, machine in _machines(simulation):
-        assert machine.decisions.late_misses == late[index], f"request {index}: {late[index]} late misses"
+        assert machine.decisions.late_misses == late[index], f"request {index}: {late[index]:.0f} late misses logged"
 
 
 INVARIANTS: dict[int, Callable[[Simulation, Events], None]] = {

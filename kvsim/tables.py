@@ -47,7 +47,7 @@ def run(result: Document) -> RenderableType:
     per_gpu = _shown(result, "throughput_tokens_per_s_per_gpu", "{:,.0f}")
     facts = {
         "requests": "; ".join([requests, *reasons]),
-        "hit rate": ", ".join(f"{label.strip()} {_shown(result, key, form)}" for label, key, form in COMPARED[:3]),
+        "hit rate": _hit_rates(result),
         "throughput": f"{throughput} tokens/s, {per_gpu} per GPU, {result['num_gpus']} GPUs",
         "preemptions": f"{result['preemptions']:,}; late misses {result['late_misses']:,} blocks",
         "simulated": f"{result['simulated_s']:,.1f} s in {result['wall_s']:,.1f} s, {result['events']:,} events",
@@ -69,11 +69,11 @@ def comparison(left: Document, right: Document) -> RenderableType:
 def hits(report: Document) -> RenderableType:
     """Hit rates by capacity and policy."""
     total, last_half = report["total_tokens"], report["last_half_tokens"]
-    table = _table("capacity, blocks", "policy", "hit tokens", "hit rate", "last half")
-    points = [(f"{p['capacity_blocks']:,}", name, p) for name, curve in report["policies"].items() for p in curve]
-    for capacity, name, point in [*points, ("no bound", MISSING, report["infinite"])]:
+    table = _table("policy", "capacity, blocks", "hit tokens", "hit rate", "last half")
+    points = [(name, f"{p['capacity_blocks']:,}", p) for name, curve in report["policies"].items() for p in curve]
+    for name, capacity, point in [*points, ("any", "no bound", report["infinite"])]:
         rates = _percent(point["hit_tokens"], total), _percent(point["last_half_hit_tokens"], last_half)
-        table.add_row(capacity, name, f"{point['hit_tokens']:,}", *rates)
+        table.add_row(name, capacity, f"{point['hit_tokens']:,}", *rates)
     return Group(Text(f"{report['requests']:,} requests, {total:,} prompt tokens", "bold"), table)
 
 
@@ -91,6 +91,11 @@ def trace_stats(stats: Document) -> RenderableType:
 def scenarios(descriptions: Mapping[str, str]) -> RenderableType:
     """Names and descriptions."""
     return _pairs(descriptions)
+
+
+def _hit_rates(result: Document) -> str:
+    whole, local, external = (_shown(result, key, form) for _, key, form in COMPARED[:3])
+    return f"{whole}: local {local}, from the pool {external}"
 
 
 def _latencies(result: Document) -> Table:
