@@ -131,10 +131,11 @@ class Scheduler:
         return bisect_right(range(2, steps), self.blocks.num_free, key=partial(self._blocks_for_jump, step)) + 1
 
     def take_jump_blocks(self, step: Step, num_steps: int) -> None:
-        """Allocate what `num_steps` of the pure decode `step` need beyond the first."""
+        """Allocate what `num_steps` of the pure decode `step` need beyond the first; others find what is full."""
         block_size = self.limits.block_size
         for sequence, before, _ in step.scheduled:
             self._grow(sequence, div_ceil(before + num_steps, block_size))
+            self._cache(sequence, before + num_steps)
 
     def _blocks_for_jump(self, step: Step, num_steps: int) -> int:
         block_size = self.limits.block_size
@@ -171,7 +172,6 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Sequence, step: Step) -> None:
-        self._cache(victim, victim.num_computed)
         self._free(victim)
         step.preempted.append((victim, victim.num_computed))
         victim.status = Status.PREEMPTED
@@ -311,17 +311,13 @@ class Scheduler:
     # -- blocks ------------------------------------------------------------------------------------------------
 
     def _run(self, sequence: Sequence, num_new: int, step: Step) -> None:
-        """The step computes `num_new` tokens of it; the prompt blocks they fill are found by others from now on.
-
-        Blocks of generated tokens are named when the sequence gives them back: nobody can ask for them before.
-        """
+        """The step computes `num_new` tokens of it; the blocks they fill are found by others from now on."""
         before = sequence.num_computed
         computed_len = before + num_new
         step.scheduled.append((sequence, before, num_new))
-        if before < sequence.input_len:
-            self._cache(sequence, computed_len)
-            if sequence.kv is not None:
-                self._store(sequence, sequence.kv.computed(computed_len))
+        self._cache(sequence, computed_len)
+        if before < sequence.input_len and sequence.kv is not None:
+            self._store(sequence, sequence.kv.computed(computed_len))
         if computed_len >= sequence.num_tokens:
             self._prefilling.pop(sequence, None)
 
@@ -336,7 +332,9 @@ class Scheduler:
 
     def _cache(self, sequence: Sequence, num_tokens: int) -> None:
         assert sequence.holding is not None
-        self.blocks.cache(sequence.holding, sequence.segments, num_tokens // self.limits.block_size)
+        num_blocks = num_tokens // self.limits.block_size
+        if num_blocks > sequence.holding.cached_end:
+            self.blocks.cache(sequence.holding, sequence.segments, num_blocks)
 
     def _store(self, sequence: Sequence, plan: Store | None) -> None:
         if plan is not None:
@@ -351,7 +349,6 @@ class Scheduler:
         sequence.num_blocks = 0
 
     def _finish(self, sequence: Sequence) -> None:
-        self._cache(sequence, sequence.num_computed)
         if sequence.kv is not None:
             self._store(sequence, sequence.kv.finished(sequence.num_computed))
         self._free(sequence)
