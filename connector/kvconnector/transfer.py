@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from kvconnector.metadata import Ended, LoadJob, StoreJob
+from kvconnector.jobs import Ended, LoadJob, StoreJob
 from kvcore.keys import BlockKey
 from kvcore.ports import Clock, KVStore, StoreOutcome
 from kvcore.units import NS_PER_MS

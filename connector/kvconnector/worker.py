@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from kvconnector.config import ConnectorConfig
+from kvconnector.jobs import Ended, Entry, LoadJob, StoreJob
 from kvconnector.layout import CacheView, GroupLayout, group_layout
-from kvconnector.metadata import Ended, Entry, LoadJob, StepMetadata, StoreJob, WorkerReport
+from kvconnector.metadata import StepMetadata, WorkerReport
 from kvconnector.store import MooncakeStore, Pieces
 from kvconnector.transfer import TransferThread
 from kvconnector.vllm_compat import KVConnectorTransferResults
@@ -25,7 +26,6 @@ class WorkerHalf:
 
     def __init__(self, config: ConnectorConfig, store: MooncakeStore, clock: Clock, rank: int) -> None:
         self._store = store
-        self._clock = clock
         self._rank = rank
         self._layouts: tuple[GroupLayout, ...] = ()
         self._device = torch.device("cpu")

@@ -1,0 +1,44 @@
+"""Work for a worker: blocks to load or to store, as plain values."""
+
+from typing import NamedTuple, NewType
+
+from kvcore.keys import BlockHash
+from kvcore.types import GroupId
+
+JobId = NewType("JobId", int)
+"""Never used twice by one engine."""
+
+
+# Tuples, not dataclasses: there is one entry per block, and a tuple is made and pickled in C.
+class Entry(NamedTuple):
+    """One block to move: its group (index in the planner's model), position, hash and place in the GPU cache."""
+
+    group: GroupId
+    position: int
+    block_hash: BlockHash
+    block_id: int
+
+
+class LoadJob(NamedTuple):
+    """Fill the entries' blocks. The block ids in `unwritten` were promised to nobody: report them as not loaded."""
+
+    job_id: JobId
+    request_id: str
+    entries: tuple[Entry, ...]
+    unwritten: tuple[int, ...] = ()
+
+
+class StoreJob(NamedTuple):
+    """Write the entries' blocks, which are full once the step that brings this job has run."""
+
+    job_id: JobId
+    request_id: str
+    entries: tuple[Entry, ...]
+
+
+class Ended(NamedTuple):
+    """`num_ranks` ranks are done with the job; entries with an index in `failed` were not moved by all of them."""
+
+    job_id: JobId
+    num_ranks: int
+    failed: tuple[int, ...]

@@ -1,0 +1,92 @@
+"""Settings: where each value comes from, and that nothing misspelt or malformed passes."""
+
+import json
+
+import pytest
+from kvconnector.config import ConnectorConfig, PoolConfig, Role, read_config
+
+from kvcore.errors import InvalidArgument
+
+MASTER = {"master_server_address": "10.0.0.1:50051"}
+
+
+def read(extra=None, environment=None, kv_role="kv_both"):
+    return read_config({**MASTER, **(extra or {})}, kv_role, environment or {})
+
+
+def test_a_master_is_all_that_is_needed():
+    assert read() == ConnectorConfig(PoolConfig("10.0.0.1:50051"))
+
+
+def test_extra_config_beats_environment_beats_file_beats_default(tmp_path):
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({"protocol": "rdma", "device_name": "mlx5_0", "tenant_id": "t", "mode": "embedded"}))
+    environment = {"MOONCAKE_CONFIG_PATH": str(path), "MOONCAKE_PROTOCOL": "efa", "MOONCAKE_DEVICE": "mlx5_1"}
+    pool = read({"protocol": "tcp"}, environment).pool
+    assert (pool.protocol, pool.device_name, pool.tenant_id) == ("tcp", "mlx5_1", "t")
+    assert pool.metadata_server == "P2PHANDSHAKE"
+
+
+def test_mooncake_s_file_is_enough(tmp_path):
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({**MASTER, "global_segment_size": "4GB", "local_buffer_size": 1 << 26}))
+    pool = read_config({}, "kv_both", {"MOONCAKE_CONFIG_PATH": str(path)}).pool
+    assert pool == PoolConfig("10.0.0.1:50051", global_segment_bytes=4 << 30, local_buffer_bytes=1 << 26)
+
+
+def test_the_file_does_not_set_what_is_not_mooncake_s(tmp_path):
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({"max_load_attempts": 9, "namespace": {"a": "b"}}))
+    config = read({}, {"MOONCAKE_CONFIG_PATH": str(path)})
+    assert (config.max_load_attempts, config.namespace) == (2, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [(7, 7), ("7", 7), ("64MB", 64 << 20), ("1.5 gib", 3 << 29), ("2k", 2048), ("0", 0)]
+)
+def test_sizes(text, size_bytes):
+    assert read({"global_segment_size": text}).pool.global_segment_bytes == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"lookup_deadline": 50}, "did you mean lookup_deadline_ms"),
+        ({"zzz": 1}, "one of device_name, global_segment_size"),
+        ({"lookup_deadline_ms": "50"}, "integer >= 1"),
+        ({"lookup_deadline_ms": 0}, "integer >= 1"),
+        ({"max_load_attempts": True}, "integer >= 0"),
+        ({"global_segment_size": "4 parsecs"}, "64MB"),
+        ({"global_segment_size": -1}, "64MB"),
+        ({"global_segment_size": True}, "64MB"),
+        ({"protocol": 5}, "a string"),
+        ({"namespace": {"epoch": 1}}, "object of strings"),
+        ({"namespace": "a"}, "object of strings"),
+        ({"master_server_address": ""}, "MOONCAKE_CONFIG_PATH"),
+    ],
+)
+def test_a_wrong_value_is_named_with_the_fix(extra, message):
+    with pytest.raises(InvalidArgument, match=message) as error:
+        read(extra)
+    assert next(iter(extra)) in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_broken_file_is_named(tmp_path, content):
+    path = tmp_path / "mooncake.json"
+    path.write_text(content)
+    for environment in ({"MOONCAKE_CONFIG_PATH": str(path)}, {"MOONCAKE_CONFIG_PATH": str(tmp_path / "none")}):
+        with pytest.raises(InvalidArgument, match="MOONCAKE_CONFIG_PATH"):
+            read({}, environment)
+
+
+def test_roles():
+    assert read(kv_role="kv_producer").role is Role.PRODUCER
+    assert not Role.PRODUCER.loads
+    with pytest.raises(InvalidArgument, match="kv_producer, kv_both"):
+        read(kv_role="kv_consumer")
+
+
+def test_the_scheduler_s_client_lends_and_moves_nothing():
+    pool = read({"global_segment_size": "1GB"}).pool.lookup_only()
+    assert (pool.global_segment_bytes, pool.local_buffer_bytes) == (0, 0)

@@ -1,0 +1,158 @@
+"""What the connector reads out of vLLM's configuration, for the vLLM that is installed."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from kvcore.errors import InvalidArgument
+from kvcore.keys import namespace_digest
+from kvcore.spec import ChunkedLocal, FullAttention, Recurrent, SlidingWindow
+
+pytestmark = pytest.mark.engine
+
+
+def attention(kind, block_size=16, **options):
+    import torch
+    from vllm.v1 import kv_cache_interface
+
+    spec = getattr(kv_cache_interface, kind)
+    return spec(block_size=block_size, num_kv_heads=2, head_size=8, dtype=torch.float32, **options)
+
+
+def mamba(mode="align"):
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+
+
+def cache_config(*specs, **options):
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups, **options)
+
+
+def engine_config(**changes):
+    """The parts of a VllmConfig that are read."""
+    fields = {
+        "model": "org/model", "revision": None, "quantization": None, "dtype": "torch.bfloat16", "cache_dtype": "auto",
+        "kv_cache_layout": "LBHNC", "prefix_caching_hash_algo": "sha256", "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1, "world_size": 1, "rank": 0, "block_size": 16, "prefix_match_unit": None,
+        "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_prefix_caching": True, **changes,
+    }  # fmt: skip
+    everything = SimpleNamespace(**fields)
+    return SimpleNamespace(
+        model_config=everything, cache_config=everything, parallel_config=everything, kv_transfer_config=object()
+    )
+
+
+def test_every_attention_type_has_its_spec():
+    from kvconnector.vllm_compat import describe_groups
+
+    groups = describe_groups(
+        cache_config(
+            attention("FullAttentionSpec"),
+            attention("MLAAttentionSpec", 32),
+            attention("SlidingWindowSpec", sliding_window=64),
+            attention("ChunkedLocalAttentionSpec", attention_chunk_size=32),
+            mamba(),
+        )
+    )
+    assert groups == (
+        FullAttention(16), FullAttention(32), SlidingWindow(16, 64), ChunkedLocal(16, 32), Recurrent(64)
+    )  # fmt: skip
+
+
+def test_layers_of_different_sizes_in_one_group_count_once():
+    from kvconnector.vllm_compat import describe_groups
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    inner = {"a": attention("FullAttentionSpec"), "b": attention("FullAttentionSpec")}
+    assert describe_groups(cache_config(UniformTypeKVCacheSpecs(16, inner))) == (FullAttention(16),)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [(lambda: mamba("none"), "mamba_cache_mode"), (lambda: attention("CrossAttentionSpec"), "CrossAttentionSpec")],
+)
+def test_what_is_not_supported_is_named(spec, named):
+    from kvconnector.vllm_compat import describe_groups
+
+    with pytest.raises(InvalidArgument, match=named):
+        describe_groups(cache_config(spec()))
+
+
+def test_sharding_by_context_is_refused():
+    from kvconnector.vllm_compat import num_ranks
+
+    assert num_ranks(engine_config(world_size=4)) == 4
+    with pytest.raises(InvalidArgument, match="decode_context_parallel_size"):
+        num_ranks(engine_config(decode_context_parallel_size=2))
+
+
+def test_the_hash_unit_is_the_common_divisor_of_the_groups():
+    from kvconnector.vllm_compat import hash_block_size
+
+    two = cache_config(attention("FullAttentionSpec", 32), attention("SlidingWindowSpec", 48, sliding_window=64))
+    assert hash_block_size(engine_config(), two) == 16
+    assert hash_block_size(engine_config(block_size=32), cache_config(attention("FullAttentionSpec", 32))) == 32
+
+
+def test_engines_whose_bytes_differ_have_different_namespaces():
+    from kvconnector.vllm_compat import namespace_fields
+
+    one_group = cache_config(attention("FullAttentionSpec"))
+    base = namespace_digest(namespace_fields(engine_config(), one_group))
+    assert base == namespace_digest(namespace_fields(engine_config(), cache_config(attention("FullAttentionSpec"))))
+    changes = {
+        "model": "org/other", "revision": "v2", "quantization": "fp8", "dtype": "torch.float32", "cache_dtype": "fp8",
+        "kv_cache_layout": "LBNHC", "prefix_caching_hash_algo": "sha256_cbor", "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+    }  # fmt: skip
+    digests = {namespace_digest(namespace_fields(engine_config(**{k: v}), one_group)) for k, v in changes.items()}
+    spec = attention("FullAttentionSpec")
+    others = [replace(spec, num_kv_heads=4), replace(spec, head_size=16), replace(spec, block_size=32)]
+    others += [attention("SlidingWindowSpec", sliding_window=64), attention("SlidingWindowSpec", sliding_window=32)]
+    digests |= {
+        namespace_digest(namespace_fields(engine_config(block_size=other.block_size), cache_config(other)))
+        for other in others
+    }
+    digests.add(namespace_digest(namespace_fields(engine_config(), cache_config(spec, spec))))
+    assert len(digests - {base}) == len(changes) + len(others) + 1
+
+
+def test_the_resolved_layout_is_the_engine_s():
+    from kvconnector.vllm_compat import namespace_fields
+
+    resolved = cache_config(attention("FullAttentionSpec"), kv_cache_layout="LBNHC")
+    assert namespace_fields(engine_config(kv_cache_layout=None), resolved)["kv_layout"] == "LBNHC"
+
+
+def test_the_plugin_makes_the_connector_known_and_may_run_twice():
+    from kvconnector.plugin import register
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    register()
+    register()
+    connector = KVConnectorFactory.get_connector_class_by_name("KVTwinConnector")
+    from kvconnector.connector import KVTwinConnector
+
+    assert connector is KVTwinConnector
+
+
+def test_every_method_vllm_requires_of_a_connector_is_there_and_takes_its_arguments():
+    import inspect
+
+    from kvconnector.connector import KVTwinConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    assert not inspect.isabstract(KVTwinConnector)
+    own = [name for name in vars(KVTwinConnector) if not name.startswith("_")]
+    for name in own:
+        theirs = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name)
+        if callable(theirs):
+            assert list(inspect.signature(getattr(KVTwinConnector, name)).parameters) == list(
+                inspect.signature(theirs).parameters
+            ), name

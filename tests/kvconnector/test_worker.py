@@ -1,0 +1,231 @@
+"""The worker half on torch tensors and a store in memory: right bytes, and every block not loaded is reported."""
+
+import ctypes
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from kvconnector.config import ConnectorConfig, PoolConfig
+from kvconnector.jobs import Ended, Entry, LoadJob, StoreJob
+
+from kvcore.errors import InvalidArgument
+from kvcore.keys import Namespace
+from kvcore.memory_store import MemoryStore
+from kvcore.ports import StoreOutcome
+from tests.kvconnector.test_transfer import MonotonicClock, until
+
+pytestmark = pytest.mark.engine
+
+NUM_BLOCKS = 6
+
+
+class AddressedStore:
+    """A MemoryStore whose buffers are addresses, which must be registered; can be held up and made to fail."""
+
+    def __init__(self):
+        self.memory = MemoryStore(MonotonicClock())
+        self.ranges = []
+        self.failing = {}
+        self.open = threading.Event()
+        self.open.set()
+
+    def register(self, address, size_bytes):
+        self.ranges.append((address, size_bytes))
+
+    def put(self, keys, buffers, deadline_ns):
+        self.open.wait()
+        values = [bytearray().join(ctypes.string_at(*piece) for piece in self._checked(pieces)) for pieces in buffers]
+        return self.memory.put(keys, values, deadline_ns)
+
+    def get(self, keys, buffers, deadline_ns):
+        self.open.wait()
+        outcomes = []
+        for key, pieces in zip(keys, buffers, strict=True):
+            value = bytearray(sum(size for _, size in self._checked(pieces)))
+            outcome = self.failing.get(key.block_hash) or self.memory.get([key], [value], deadline_ns)[0]
+            for address, size in pieces if outcome is StoreOutcome.OK else ():
+                ctypes.memmove(address, bytes(value[:size]), size)
+                del value[:size]
+            outcomes.append(outcome)
+        return outcomes
+
+    def _checked(self, pieces):
+        for address, size in pieces:
+            assert any(start <= address and address + size <= start + length for start, length in self.ranges)
+        return pieces
+
+
+def make_worker(store, groups, rank=0):
+    """A worker half with one layer per entry of `groups`: a list of layers, each a torch tensor or a list of them."""
+    from kvconnector.worker import WorkerHalf
+
+    caches = {f"{number}.{layer}": cache for number, group in enumerate(groups) for layer, cache in enumerate(group)}
+    layer_names = [[f"{number}.{layer}" for layer in range(len(group))] for number, group in enumerate(groups)]
+    config = SimpleNamespace(
+        num_blocks=NUM_BLOCKS, kv_cache_groups=[SimpleNamespace(layer_names=names) for names in layer_names]
+    )
+    worker = WorkerHalf(ConnectorConfig(PoolConfig("nowhere:1")), store, MonotonicClock(), rank)
+    worker.register_kv_caches(caches, config)
+    return worker
+
+
+def random_cache(*shape):
+    import torch
+
+    return torch.randn((NUM_BLOCKS, *shape))
+
+
+def step(worker, loads=(), stores=(), namespace="n"):
+    from kvconnector.metadata import StepMetadata
+
+    metadata = StepMetadata(Namespace(namespace), tuple(loads), tuple(stores))
+    worker.start_load_kv(metadata)
+    worker.wait_for_save(metadata)
+
+
+def outcome(worker):
+    """(received, failed, blocks without data, ended jobs) of the first step in which a job has ended."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        results = worker.get_transfer_results()
+        blocks, report = worker.take_unloaded_block_ids(), worker.take_report()
+        if report is not None:
+            return results.finished_recving, results.failed_recving, blocks, list(report.finished)
+        assert not results.finished_recving
+        assert not blocks
+    raise AssertionError("no job ended")
+
+
+@pytest.fixture
+def store():
+    return AddressedStore()
+
+
+@pytest.fixture
+def workers(store):
+    made = []
+
+    def make(*groups, rank=0):
+        made.append(make_worker(store, groups, rank))
+        return made[-1]
+
+    yield make
+    store.open.set()
+    assert all(worker.close() for worker in made)
+
+
+def entries(*blocks, group=0):
+    return tuple(Entry(group, position, b"h%d" % position, block) for position, block in blocks)
+
+
+def test_what_one_worker_stored_another_one_loads_into_other_blocks(workers, store):
+    import torch
+
+    written, read = ([random_cache(2, 4, 3), random_cache(2, 4, 3)] for _ in range(2))
+    before = [layer.clone() for layer in read]
+    writer, reader = workers(written), workers(read)
+    step(writer, stores=[StoreJob(1, "a", entries((0, 5), (1, 2)))])
+    assert outcome(writer) == (set(), set(), set(), [Ended(1, 1, ())])
+    step(reader, loads=[LoadJob(7, "b", entries((1, 0), (0, 3)))])
+    assert outcome(reader) == ({"b"}, set(), set(), [Ended(7, 1, ())])
+    for source, target, kept in zip(written, read, before, strict=True):
+        assert torch.equal(target[0], source[2])
+        assert torch.equal(target[3], source[5])
+        assert torch.equal(target[[1, 2, 4, 5]], kept[[1, 2, 4, 5]])
+
+
+def test_a_recurrent_layer_s_states_travel_together(workers):
+    import torch
+
+    written, read = ([[random_cache(3), random_cache(2, 2)]] for _ in range(2))
+    writer, reader = workers(written), workers(read)
+    step(writer, stores=[StoreJob(1, "a", entries((4, 1)))])
+    outcome(writer)
+    step(reader, loads=[LoadJob(2, "b", entries((4, 0)))])
+    outcome(reader)
+    for source, target in zip(written[0], read[0], strict=True):
+        assert torch.equal(target[0], source[1])
+
+
+def test_with_one_group_exactly_the_blocks_without_data_are_reported(workers, store):
+    worker = workers([random_cache(2)])
+    step(worker, stores=[StoreJob(1, "a", entries((0, 0), (1, 1), (2, 2)))])
+    outcome(worker)
+    store.failing[b"h1"] = StoreOutcome.TIMEOUT
+    step(worker, loads=[LoadJob(2, "b", entries((0, 3), (1, 4), (9, 5)), unwritten=(2,))])
+    assert outcome(worker) == ({"b"}, set(), {4, 5, 2}, [Ended(2, 1, (1, 2))])
+    assert (worker.take_unloaded_block_ids(), worker.take_report()) == (set(), None)
+
+
+def test_with_several_groups_the_request_is_reported_because_block_ids_are_ambiguous(workers, store):
+    worker = workers([random_cache(2)], [random_cache(2)])
+    good, bad = entries((0, 0)) + entries((0, 0), group=1), entries((0, 1)) + entries((3, 1), group=1)
+    step(worker, stores=[StoreJob(1, "a", good)])
+    outcome(worker)
+    step(worker, loads=[LoadJob(2, "b", good), LoadJob(3, "c", bad), LoadJob(4, "d", (), unwritten=(5,))])
+    received, failed, blocks, ended = set(), set(), set(), []
+    while len(ended) < 3:
+        for total, new in zip((received, failed, blocks, ended), outcome(worker), strict=True):
+            total.extend(new) if isinstance(total, list) else total.update(new)
+    assert (received, failed, blocks) == ({"b", "c", "d"}, {"c", "d"}, set())
+    assert ended == [Ended(2, 1, ()), Ended(3, 1, (1,)), Ended(4, 1, ())]
+
+
+def test_groups_and_ranks_and_namespaces_never_answer_for_each_other(workers):
+    writer = workers([random_cache(2)], [random_cache(2)])
+    step(writer, stores=[StoreJob(1, "a", entries((0, 0)))])
+    outcome(writer)
+    wrong = [(workers([random_cache(2)]), "other", 0), (workers([random_cache(2)], rank=1), "n", 0), (writer, "n", 1)]
+    for worker, namespace, group in wrong:
+        step(worker, loads=[LoadJob(2, "b", entries((0, 1), group=group))], namespace=namespace)
+        assert outcome(worker)[3] == [Ended(2, 1, (0,))]
+
+
+def test_nothing_is_reported_while_a_byte_may_still_move(workers, store):
+    worker = workers([random_cache(2)])
+    store.open.clear()
+    step(worker, loads=[LoadJob(1, "a", entries((0, 0)))], stores=[StoreJob(2, "b", entries((1, 1)))])
+    time.sleep(0.02)
+    results = worker.get_transfer_results()
+    assert (results.finished_recving, worker.take_report()) == (set(), None)
+    store.open.set()
+    ended = []
+    until(lambda: ended.extend(outcome(worker)[3]) or len(ended) == 2)
+    assert sorted(ended) == [Ended(1, 1, (0,)), Ended(2, 1, ())]
+
+
+def test_a_layer_without_cache_is_named(store):
+    with pytest.raises(InvalidArgument, match="missing layer"):
+        from kvconnector.worker import WorkerHalf
+
+        worker = WorkerHalf(ConnectorConfig(PoolConfig("nowhere:1")), store, MonotonicClock(), 0)
+        groups = [SimpleNamespace(layer_names=["missing layer"])]
+        try:
+            worker.register_kv_caches({"a": random_cache(1)}, SimpleNamespace(num_blocks=6, kv_cache_groups=groups))
+        finally:
+            worker.close()
+
+
+# --- what crosses between the halves --------------------------------------------------------------------------------
+
+
+def test_reports_of_several_ranks_add_up_in_any_order():
+    from kvconnector.metadata import WorkerReport
+
+    left = WorkerReport((Ended(1, 1, (0, 2)), Ended(2, 1, ())))
+    right = WorkerReport((Ended(3, 1, (1,)), Ended(1, 2, (2, 5))))
+    assert left.aggregate(right).finished == (Ended(1, 3, (0, 2, 5)), Ended(2, 1, ()), Ended(3, 1, (1,)))
+    assert sorted(right.aggregate(left).finished) == sorted(left.aggregate(right).finished)
+
+
+def test_messages_survive_pickling():
+    import pickle
+
+    from kvconnector.metadata import StepMetadata, WorkerReport
+
+    step_metadata = StepMetadata(Namespace("n"), (LoadJob(1, "a", entries((0, 1))),), (StoreJob(2, "b", ()),))
+    for message in (step_metadata, WorkerReport((Ended(1, 1, (0,)),))):
+        copy = pickle.loads(pickle.dumps(message))
+        assert (copy, type(copy)) == (message, type(message))
+    assert bool(WorkerReport(()))  # the engine drops a falsy report
