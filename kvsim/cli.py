@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsim.document import Document, to_json
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -265,16 +267,14 @@ def progress(simulation: "Simulation") -> Any:
     return RunProgress(simulation, console(stderr=True))
 
 
-def show(result: dict[str, Any], table: str, as_json: bool) -> None:
+def show(result: Document, table: str, as_json: bool) -> None:
     """Print as JSON, or as the table of this name in `kvsim.tables`."""
     if as_json:
-        from kvsim.results import to_json
-
         sys.stdout.write(to_json(result))
         return
     from kvsim import tables
 
-    render: Callable[[dict[str, Any]], RenderableType] = getattr(tables, table)
+    render: Callable[[Document], RenderableType] = getattr(tables, table)
     tables.console().print(render(result))
 
 

@@ -4,19 +4,16 @@ import json
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
 from kvcore.errors import InvalidArgument
 from kvsim import invariants
+from kvsim.document import Document, to_json
 from kvsim.events import EventLog, Kind
 from kvsim.metrics import Events, measure
 from kvsim.run import SharedPool, Simulation, decisions_digest
 from kvsim.scenario import Scenario, TraceWorkload
-
-Document: TypeAlias = dict[str, object]
-"""Plain types, as JSON has them."""
 
 OUT_EXPECTED = "a new or empty folder; nothing is ever overwritten"
 
@@ -84,11 +81,6 @@ def write(folder: Path, simulation: Simulation, result: Document) -> None:
         b=every.b,
         kind_names=names,
     )
-
-
-def to_json(result: Document) -> str:
-    """One JSON document, with an end of line."""
-    return json.dumps(result, indent=2, allow_nan=False) + "\n"
 
 
 def scenario_toml(scenario: Scenario) -> str:

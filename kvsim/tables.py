@@ -1,13 +1,13 @@
 """Documents as tables for people; every function takes what `--json` would print."""
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-Document: TypeAlias = Mapping[str, Any]
+from kvsim.document import Document
 
 MISSING = "-"
 MARKS = ("p50", "p90", "p99", "mean")

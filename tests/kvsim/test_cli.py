@@ -1,0 +1,406 @@
+"""The command line as a user meets it: separate processes, exit codes, what is on which stream, files."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvsim.cli import Format, app, one_line
+from kvsim.events import Kind
+from kvsim.workload.load import FORMATS
+
+KVSIM = str(Path(sys.executable).parent / "kvsim")
+
+TINY = """
+[scenario]
+name = "tiny"
+description = "as small as it gets"
+
+[model]
+name = "llama-3.1-8b"
+
+[device]
+name = "h100-sxm"
+
+[cluster]
+instances = 2
+
+[engine]
+num_gpu_blocks = 100
+
+[workload]
+generator = "agentic"
+sessions = 3
+turns = 3
+common_len = 64
+first_len = 100
+turn_len = 50
+output_len = 10
+start_spread_s = 1.0
+"""
+
+KEYS = [
+    "scenario", "engine", "seed", "digest", "decisions_digest", "requests_completed", "requests_rejected",
+    "simulated_s", "wall_s", "events", "hit_rate", "hit_rate_local", "hit_rate_external", "ttft_s", "tpot_ms", "e2e_s",
+    "throughput_tokens_per_s", "throughput_tokens_per_s_per_gpu", "num_gpus", "preemptions", "late_misses",
+    "invariants",
+]  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return mooncake(tmp_path / "trace.jsonl", [(0, 600, 5, [1, 2]), (100, 1100, 5, [1, 2, 3])])
+
+
+def mooncake(path, requests):
+    keys = ("timestamp", "input_length", "output_length", "hash_ids")
+    path.write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in requests))
+    return path
+
+
+def kvsim(*arguments, cwd=None, **environment):
+    """Run the command in a process of its own; the parsed traces that it keeps go nowhere."""
+    return subprocess.run(
+        [KVSIM, *map(str, arguments)],
+        env={**os.environ, "XDG_CACHE_HOME": os.devnull, **environment},
+        cwd=cwd,
+        capture_output=True,
+        timeout=60,
+        encoding="utf-8",
+        errors="surrogateescape",
+    )
+
+
+def inside(*arguments):
+    """The same without a process, for what differs in the arguments only."""
+    result = CliRunner(env={"XDG_CACHE_HOME": os.devnull}).invoke(app, [str(argument) for argument in arguments])
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
+
+
+def document(*arguments, run=inside, **environment):
+    """What a successful command prints with --json: one document on standard output, nothing on the other."""
+    result = run(*arguments, "--json", **environment)
+    assert (result.returncode, result.stderr) == (0, "")
+    return json.loads(result.stdout)
+
+
+def refused(*arguments, run=inside, **environment):
+    """The one line of a command that ends for a mistake of the caller's."""
+    result = run(*arguments, **environment)
+    assert (result.returncode, result.stdout) == (2, ""), result
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.endswith("\n"), result.stderr
+    assert result.stderr.removesuffix("\n").isprintable()
+    return result.stderr.removesuffix("\n")
+
+
+# --- run --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_prints_exactly_these_keys_first_and_in_order(tiny):
+    began_s = time.monotonic()
+    report = document("run", tiny, run=kvsim)
+    took_s = time.monotonic() - began_s
+    assert list(report)[: len(KEYS)] == KEYS
+    for name in ("ttft_s", "tpot_ms", "e2e_s"):
+        assert list(report[name]) == ["p50", "p90", "p99", "mean"]
+    assert (report["scenario"], report["engine"], report["num_gpus"]) == ("tiny", "fast", 2)
+    assert (report["requests_completed"], report["requests_rejected"], report["invariants"]) == (9, 0, "ok")
+    assert re.fullmatch("[0-9a-f]{16}", report["digest"]) and re.fullmatch("[0-9a-f]{16}", report["decisions_digest"])
+    assert 0 < report["hit_rate"] < 1
+    assert took_s / 4 < report["wall_s"] <= took_s, "from the start of the process, imports included"
+
+
+def test_a_table_is_the_default(tiny):
+    result = kvsim("run", tiny)
+    assert (result.returncode, result.stderr) == (0, "")
+    for said in ("tiny, engine fast, seed 0", "9 completed, 0 rejected", "invariants ok", "TTFT, s", "p99"):
+        assert said in result.stdout
+
+
+def test_one_digest_for_one_seed(tiny):
+    first = document("run", tiny, run=kvsim, PYTHONHASHSEED="1")
+    again = document("run", tiny, run=kvsim, PYTHONHASHSEED="77")
+    other = document("run", tiny, "--seed", 5)
+    assert (first["digest"], first["decisions_digest"]) == (again["digest"], again["decisions_digest"])
+    assert (first["seed"], other["seed"]) == (0, 5)
+    assert other["digest"] != first["digest"]
+
+
+def test_settings_reach_the_simulation(tiny):
+    report = document("run", tiny, "--set", "cluster.instances=1", "--set", "scenario.name=[b]one[/b]")
+    assert (report["num_gpus"], report["scenario"]) == (1, "[b]one[/b]")
+    shown = inside("run", tiny, "--set", "scenario.name=[b]one[/b]").stdout
+    assert "[b]one[/b], engine fast" in shown
+
+
+def test_a_trace_replaces_the_workload(tiny, trace):
+    report = document("run", tiny, "--trace", trace, "--set", "engine.num_gpu_blocks=200")
+    assert report["requests_completed"] == 2
+    assert report["rejected_reasons"] == {}
+    assert report == {**document("run", tiny, "--trace", trace, "--format", "mooncake", "--no-cache",
+                                 "--set", "engine.num_gpu_blocks=200"), "wall_s": report["wall_s"]}  # fmt: skip
+
+
+def test_no_completed_request_exits_1_and_is_still_reported(tiny):
+    result = kvsim("run", tiny, "--set", "engine.num_gpu_blocks=2", "--json")
+    report = json.loads(result.stdout)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert (report["requests_completed"], report["requests_rejected"]) == (0, 9), "sessions go on after a rejection"
+    assert sum(report["rejected_reasons"].values()) == 9
+    assert report["ttft_s"] == {"p50": None, "p90": None, "p99": None, "mean": None}
+    assert inside("run", tiny, "--set", "engine.num_gpu_blocks=2").returncode == 1
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_is_checked_before_the_trace_is_opened(tiny, tmp_path):
+    missing = tmp_path / "missing.jsonl"
+    assert "engine.block_size" in refused("run", tiny, "--trace", missing, "--set", "engine.block_size=0")
+    assert "--out" in refused("run", tiny, "--trace", missing, "--out", tiny)
+    assert "--policy" in refused("hits", missing, "--capacity-blocks", 10, "--policy", "lru,mru")
+    assert "--capacity-blocks" in refused("hits", missing, "--capacity-blocks", "10,0")
+    assert str(missing) in refused("run", tiny, "--trace", missing)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("engine.blok_size=3", "engine.blok_size = 3: expected a known key; did you mean block_size?"),
+        ("engine.block_size=[red]x[/red]", "'[red]x[/red]'"),
+        ("engine.block_size='a\nb'", r"'a\nb'"),
+        ("engine.block_size=\x1b[31m", r"\x1b[31m"),
+        ("model.name=llama-3.1-8bé", "llama-3.1-8b"),
+        ("model.name=" + "long " * 60, "long long"),
+        ("nonsense", "--set nonsense: expected section.key=value"),
+    ],
+)
+def test_a_bad_setting_is_one_line(tiny, setting, said):
+    assert said in refused("run", tiny, "--set", setting)
+
+
+def test_in_a_process_of_its_own_too(tiny, tmp_path):
+    odd = "engine.block_size='[red]\n\x1b[31mé'"
+    assert r"'[red]\n\x1b[31mé'" in refused("run", tiny, "--set", odd, run=kvsim)
+    bad = mooncake(tmp_path / "[b] odd\n.jsonl", [(-1, 600, 5, [1, 2])])
+    line = refused("trace", "stats", bad, run=kvsim)
+    assert line.startswith(one_line(f"{bad}:1: timestamp, -1, expected")), line
+    result = kvsim("run", tiny, "--bogus")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "--bogus" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_bad_scenario_is_one_line(tiny, tmp_path):
+    assert "nopool-16" in refused("run", "nopol-16")
+    assert str(tmp_path / "no.toml") in refused("run", tmp_path / "no.toml")
+    tiny.write_text("[scenario\n")
+    assert refused("run", tiny).startswith(f"{tiny}: ")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"timestamp": "[red]", "input_length": 3}', ":2: timestamp, '[red]', expected a number"),
+        (
+            '{"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1, 2]}',
+            ":2: hash_ids, 2 ids, expected",
+        ),
+        (
+            '{"timestamp": 0, "input_length": "3\\n\\u2028é", "output_length": 1, "hash_ids": [1]}',
+            ":2: input_length, '3",
+        ),
+        ("[1]", ":2: JSON, [1], expected a JSON object"),
+        ("nothing", ":2: JSON, b'nothing\\n', expected one JSON object"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command", [["run", "nopool-16", "--trace"], ["trace", "stats"], ["hits", "--capacity-blocks=9"]]
+)
+def test_a_bad_row_is_one_line_with_its_number(tmp_path, command, row, said):
+    path = mooncake(tmp_path / "[bold] odd\n.jsonl", [(0, 600, 5, [1, 2])])
+    with path.open("a") as stream:
+        stream.write(row + "\n")
+    line = refused(*command, path)
+    assert line.startswith(one_line(f"{path}:2: ")), line
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run"],
+        ["run", "pool-16", "--bogus"],
+        ["run", "pool-16", "--engine", "slow"],
+        ["run", "pool-16", "--seed", "many"],
+        ["hits", "x"],
+        ["trace", "stats", "x", "--format", "csv"],
+        ["bogus"],
+    ],
+)
+def test_a_wrong_use_exits_2_without_a_traceback(arguments):
+    result = inside(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "Error: " in result.stderr and "Traceback" not in result.stderr
+
+
+def test_values_that_no_trace_can_have_are_one_line(tiny):
+    assert "--trace" in refused("run", tiny, "--trace", "")
+    assert "--trace" in refused("run", tiny, "--trace", "\udcff")
+    assert "--format" in refused("run", tiny, "--format", "mooncake")
+    assert "scenario.seed = -1" in refused("run", tiny, "--seed", -1)
+
+
+def test_the_reference_engine_says_what_it_needs(tiny, tmp_path):
+    assert "without [pool]" in refused("run", "pool-16", "--engine", "vllm", "--trace", "missing")
+    stub = tmp_path / "vllm" / "__init__.py"
+    stub.parent.mkdir()
+    stub.write_text("raise ModuleNotFoundError(\"No module named 'vllm'\", name='vllm')")
+    line = refused("run", tiny, "--engine", "vllm", run=kvsim, PYTHONPATH=str(tmp_path))
+    assert "pip install 'kvtwin[connector]'" in line
+
+
+def test_a_bug_has_a_traceback_and_exits_1(tiny, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import kvsim.invariants as module\n"
+        "def broken(simulation, events):\n    'Nothing holds.'\n    assert False, 'of course'\n"
+        "module.INVARIANTS[99] = broken\n"
+    )
+    result = kvsim("run", tiny, PYTHONPATH=str(tmp_path))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "Traceback" in result.stderr
+    assert "InvariantBroken: invariant 99: Nothing holds: of course" in result.stderr
+
+
+# --- --out ------------------------------------------------------------------------------------------------------------
+
+
+def test_out_holds_the_result_and_its_scenario_gives_it_again(tiny, trace, tmp_path):
+    arguments = ("run", tiny, "--trace", trace.name, "--set", "engine.num_gpu_blocks=200", "--seed", 3)
+    result = kvsim(*arguments, "--json", "--out", "deep/out", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    out = tmp_path / "deep" / "out"
+    report = json.loads(result.stdout)
+    assert json.loads((out / "metrics.json").read_text()) == report
+    with np.load(out / "events.npz") as events:
+        assert set(events) == {"time_ps", "kind", "request", "a", "b", "kind_names"}
+        assert {len(events[name]) for name in ("time_ps", "kind", "request", "a", "b")} == {report["events"]}
+        assert events["kind_names"].tolist() == [kind.name for kind in Kind]
+        assert (events["kind"] == Kind.FINISHED).sum() == 2
+    again = document("run", out / "scenario.toml")
+    assert (again["digest"], again["seed"]) == (report["digest"], 3)
+
+
+def test_out_of_a_generated_workload_gives_it_again(tiny, tmp_path):
+    report = document("run", tiny, "--out", tmp_path / "out", "--set", r'scenario.description="a \"b\" \u007f é"')
+    assert document("run", tmp_path / "out" / "scenario.toml")["digest"] == report["digest"]
+
+
+def test_out_overwrites_nothing(tiny, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert inside("run", tiny, "--out", tmp_path / "empty").returncode == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "empty").iterdir()}
+    assert "a new or empty folder" in refused("run", tiny, "--out", tmp_path / "empty")
+    assert "a folder that can be made" in refused("run", tiny, "--out", tiny / "below")
+    assert before == {path: path.read_bytes() for path in (tmp_path / "empty").iterdir()}
+
+
+# --- the other commands -----------------------------------------------------------------------------------------------
+
+
+def test_hits(trace):
+    report = document("hits", trace, "--capacity-blocks", "1,2", "--policy", "lru,fifo,opt")
+    assert (report["requests"], report["total_tokens"], report["last_half_tokens"]) == (2, 1700, 1100)
+    assert report["infinite"] == {"hit_tokens": 1024, "last_half_hit_tokens": 1024}
+    assert list(report["policies"]) == ["lru", "fifo", "opt"]
+    point = {"capacity_blocks": 2, "hit_tokens": 1024, "last_half_hit_tokens": 1024}
+    assert report["policies"]["lru"][1] == report["policies"]["opt"][1] == point
+    shown = inside("hits", trace, "--capacity-blocks", "1,2").stdout
+    assert "2 requests, 1,700 prompt tokens" in shown and "60.24%" in shown
+
+
+def test_trace_stats(trace):
+    report = document("trace", "stats", trace)
+    assert (report["format"], report["requests"], report["total_input_tokens"]) == ("mooncake", 2, 1700)
+    assert "total input tokens    1,700" in inside("trace", "stats", trace).stdout
+
+
+def test_scenarios():
+    assert {"pool-16", "nopool-16"} <= set(document("scenarios"))
+    assert "pool-16 " in inside("scenarios").stdout
+
+
+def test_the_formats_of_the_command_line_are_those_of_the_readers():
+    assert {str(known) for known in Format} == set(FORMATS)
+
+
+def test_help_and_hits_start_without_the_simulator(trace):
+    probe = (
+        "import sys; from typer.testing import CliRunner; from kvsim.cli import app\n"
+        f"CliRunner().invoke(app, {['hits', str(trace), '--capacity-blocks=5', '--json']!r}, catch_exceptions=False)\n"
+        "print([name for name in ('simpy', 'rich.table', 'kvsim.run', 'kvsim.scenario') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", probe], text=True, timeout=60) == "[]\n"
+    imported = subprocess.check_output([sys.executable, "-c", "import kvsim.cli, sys; print('numpy' in sys.modules)"])
+    assert imported == b"False\n"
+
+
+# --- terminals, pipes and signals -------------------------------------------------------------------------------------
+
+
+def test_progress_is_for_terminals_only(tiny):
+    assert "9/9" in on_terminal("run", tiny)
+    assert on_terminal("run", tiny, "--json") == ""
+
+
+def on_terminal(*arguments):
+    """What a run writes to standard error when that is a terminal."""
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen([KVSIM, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    written = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            written += chunk
+    except OSError:  # how a terminal says that nobody is left on the other side
+        pass
+    os.close(ours)
+    assert child.wait(timeout=60) == 0
+    return written.decode()
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly(tiny):
+    reading, writing = os.pipe()
+    os.close(reading)
+    child = subprocess.Popen([KVSIM, "run", tiny, "--json"], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert child.communicate(timeout=60)[1] == b""
+    assert child.returncode == -signal.SIGPIPE
+
+
+def test_ctrl_c_ends_it_quietly(tiny, tmp_path):
+    pipe = tmp_path / "trace.jsonl"
+    os.mkfifo(pipe)
+    child = subprocess.Popen(
+        [KVSIM, "run", tiny, "--trace", pipe, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with pipe.open("w"):  # opens once the child reads
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=60) == (b"", b"")
+    assert child.returncode == 128 + signal.SIGINT
