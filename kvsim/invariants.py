@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -9,13 +10,14 @@ import numpy.typing as npt
 from kvcore.planner import count_blocks, minus, plus
 from kvcore.request import KVRequest
 from kvcore.runs import normalize, subtract
-from kvcore.types import GroupId, Run, Runs, StreamId
+from kvcore.types import Run, Runs, StreamId
 from kvsim.events import Kind
 from kvsim.metrics import Events
 from kvsim.run import Simulation
 from kvsim.sequence import Sequence, Status
 
-Lineage = tuple[GroupId, StreamId]
+Lineage: TypeAlias = tuple[int, StreamId]
+"""(group, stream) of a piece of content."""
 
 
 class InvariantBroken(AssertionError):
@@ -135,8 +137,8 @@ def loads_were_stored(simulation: Simulation, _events: Events) -> None:
         return
     counters = simulation.pool.store.counters
     assert counters.put or not (counters.found or counters.got), counters
-    stored = _contents(simulation, lambda machine: machine.decisions.stored)
     loaded = _contents(simulation, lambda machine: machine.decisions.loaded)
+    stored = _contents(simulation, lambda machine: machine.decisions.stored)
     for lineage, runs in loaded.items():
         unknown = subtract(runs, stored.get(lineage, ()))
         assert not unknown, f"(group, stream) {lineage}: blocks {unknown} were never stored"
@@ -232,10 +234,11 @@ def _contents(simulation: Simulation, blocks: Callable[[KVRequest], tuple[Runs, 
     """What the blocks of all machines hold, by content."""
     found: defaultdict[Lineage, list[Run]] = defaultdict(list)
     for sequence in _sequences(simulation):
-        groups = () if sequence.kv is None else blocks(sequence.kv)
-        for group, runs in enumerate(groups):
-            for stream, start, end in sequence.segments:
-                found[GroupId(group), stream].extend((max(start, a), min(end, b)) for a, b in runs)
+        for group, runs in enumerate(blocks(sequence.kv) if sequence.kv is not None else ()):
+            for stream, start, end in sequence.segments if runs else ():
+                for a, b in runs:
+                    if a < end and start < b:
+                        found[group, stream].append((max(start, a), min(end, b)))
     return {lineage: normalize(runs) for lineage, runs in found.items()}
 
 
