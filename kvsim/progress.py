@@ -1,4 +1,4 @@
-"""A progress bar that looks at a running simulation a few times a second; the simulation does not know of it."""
+"""A progress bar that looks at a running simulation twice a second; the simulation does not know of it."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from kvsim.clock import PS_PER_S
 from kvsim.events import EventLog, Kind
 from kvsim.run import Simulation
 
-REFRESH_PER_S = 4
+REFRESH_PER_S = 2
 
 
 class RunProgress(Progress):
