@@ -3,7 +3,6 @@
 import ctypes
 import itertools
 import os
-import signal
 import time
 
 import numpy as np
@@ -164,7 +163,7 @@ def test_a_frozen_master_holds_up_questions_to_their_deadline_and_transfers_to_t
     master, _, subject = own_pool
     (key,) = subject.keys(1)
     assert subject.put({key: content(1)}) == [OK]
-    master.process.signal(signal.SIGSTOP)
+    master.process.freeze()
     outcomes, took_s = seconds(subject.store.exists, [key], subject.clock.now_ns() + 50 * NS_PER_MS)
     assert outcomes == [TIMEOUT]
     assert took_s < 0.15
@@ -174,7 +173,7 @@ def test_a_frozen_master_holds_up_questions_to_their_deadline_and_transfers_to_t
     ((outcome, _),), took_s = seconds(subject.get, {key: 96})
     assert outcome in (TIMEOUT, UNAVAILABLE)
     assert took_s < RPC_TIMEOUT_MS / 1000 + 0.5
-    master.process.signal(signal.SIGCONT)
+    master.process.thaw()
     time.sleep(0.8)
     assert subject.get({key: 96}) == [(OK, content(1))]
     assert subject.exists([key]) == [OK]

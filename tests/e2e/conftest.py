@@ -10,8 +10,12 @@ import pytest
 from tests.e2e.processes import Engine, Master, SegmentOwner
 from tests.e2e.tiny_model import write_tiny_model
 
-# Generous, because here engine and lookup share one interpreter and two cores.
-CONNECTOR = {"name": "KVTwinConnector", "module": "kvconnector.connector", "extra": {"lookup_deadline_ms": 2_000}}
+LOOKUP_DEADLINE_S = 2  # generous, because here engine and lookup share one interpreter and two cores
+CONNECTOR = {
+    "name": "KVTwinConnector",
+    "module": "kvconnector.connector",
+    "extra": {"lookup_deadline_ms": LOOKUP_DEADLINE_S * 1_000},
+}
 
 
 class Pool:
@@ -42,6 +46,11 @@ class Pool:
     def kill(self):
         self.owner.kill()
         self.master.kill()
+
+    def start(self):
+        """Come back, empty, at the same address."""
+        self.master.start()
+        self.owner = SegmentOwner(self.master, self.folder)
 
 
 @dataclass

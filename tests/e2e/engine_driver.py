@@ -71,6 +71,7 @@ class Driver:
         def intercepted(store, keys, buffers, deadline_ns):
             gets.append([list(key[1:3]) for key in keys])
             fault = self.fault or {}
+            time.sleep(fault.get("delay_s", 0))
             hit = fault.get("entries") or range(len(keys))
             if fault.get("remove"):
                 store.remove([keys[index] for index in hit], deadline_ns)
@@ -85,7 +86,7 @@ class Driver:
         """From now on gets have a fault, or with None no more.
 
         {"remove": true} removes their keys from the pool right before; {"outcome": NAME} replaces their outcomes;
-        {"entries": [index, ...]} limits either to some of a get's keys.
+        {"entries": [index, ...]} limits either to some of a get's keys; {"delay_s": S} delays them.
         """
         self.fault = fault
         self.gets.clear()
@@ -135,6 +136,18 @@ class Driver:
         decided, self.decided = self.decided, []
         return decided
 
+    def abort_while_loading(self, prompt):
+        """Abort a request once its load has begun, and step until everything has been reported."""
+        from vllm import SamplingParams
+
+        engine, request_id, before = self.llm.llm_engine, f"aborted {time.monotonic_ns()}", len(self.gets)
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4, detokenize=False))
+        while len(self.gets) == before:
+            assert engine.has_unfinished_requests(), "finished without a load"
+            engine.step()
+        engine.abort_request([request_id])
+        self.settle()
+
     def reset_local(self):
         """Forget the engine's own prefix cache; the store keeps what it has."""
         return self.llm.reset_prefix_cache()
@@ -155,7 +168,17 @@ class Driver:
         time.sleep(seconds)
 
 
-COMMANDS = ("generate", "reset_local", "free_blocks", "break_gets", "take_gets", "settle", "sleep", "decisions")
+COMMANDS = (
+    "abort_while_loading",
+    "generate",
+    "reset_local",
+    "free_blocks",
+    "break_gets",
+    "take_gets",
+    "settle",
+    "sleep",
+    "decisions",
+)
 
 
 def answer(value):

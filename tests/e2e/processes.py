@@ -82,6 +82,21 @@ class Process:
     def signal(self, number):
         os.killpg(self.child.pid, number)
 
+    def freeze(self):
+        """Stop it without ending it, until `thaw`; when this returns, none of its threads runs."""
+        self.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while any(state != "T" for state in self._thread_states()):
+            assert time.monotonic() < deadline, "the process does not stop"
+            time.sleep(0.005)
+
+    def thaw(self):
+        self.signal(signal.SIGCONT)
+
+    def _thread_states(self):
+        stats = Path(f"/proc/{self.child.pid}/task").glob("*/stat")
+        return [stat.read_text().rpartition(")")[2].split()[0] for stat in stats]
+
     def kill(self):
         if self.child.poll() is None:
             self.signal(signal.SIGKILL)

@@ -4,6 +4,10 @@ import time
 
 import pytest
 
+from tests.e2e.conftest import CONNECTOR, LOOKUP_DEADLINE_S, Pool
+from tests.e2e.processes import Engine
+from tests.e2e.tiny_model import write_tiny_model
+
 pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
 
 
@@ -54,6 +58,50 @@ def test_one_failed_block_costs_its_suffix_or_with_several_groups_the_load(engin
     assert answer["tokens"] == right
 
 
+def test_requests_aborted_while_they_load_end_once_and_leave_no_block_behind(engines, prompt, broken_gets, free_blocks):
+    tokens = prompt(700)
+    right = engines.store([tokens])["tokens"]
+    broken_gets(delay_s=0.02)
+    for _ in range(20):
+        assert engines.reader.call("reset_local")
+        engines.reader.call("abort_while_loading", prompt=tokens)
+    broken_gets()
+    answer = engines.read([tokens])
+    assert (answer["cached"], answer["tokens"]) == ([672], right)
+
+
+def test_a_frozen_master_delays_a_request_by_the_lookup_s_deadline_at_most(engines, prompt, free_blocks):
+    prompts = [prompt(700, 1), prompt(700, 2)]
+    right = engines.store(prompts)["tokens"]
+    engines.pool.master.process.freeze()
+    try:
+        # The first question hangs, so the second is not even asked.
+        for tokens, expected, patience_s in zip(prompts, right, (LOOKUP_DEADLINE_S + 1.0, 1.0), strict=True):
+            start = time.monotonic()
+            answer = engines.reader.generate([tokens])
+            assert time.monotonic() - start < patience_s
+            assert (answer["cached"], answer["tokens"]) == ([0], [expected])
+    finally:
+        engines.pool.master.process.thaw()
+    engines.reader.call("settle")
+    assert resumes_hitting(lambda: engines.read(prompts[:1]))["tokens"] == right[:1]
+
+
+def test_an_engine_starts_without_a_pool_and_joins_it_later(tmp_path, prompt):
+    pool = Pool(tmp_path)
+    pool.kill()
+    config = {"model": write_tiny_model("qwen3", tmp_path / "model"), "connector": CONNECTOR}
+    engine = Engine(config, tmp_path / "engine.log", pool.environment())
+    try:
+        tokens = prompt(700)
+        right = engine.generate([tokens])["tokens"]
+        pool.start()
+        assert resumes_hitting(lambda: read_from(engine, tokens))["tokens"] == right
+    finally:
+        engine.kill()
+        pool.kill()
+
+
 def test_without_a_master_requests_finish_and_hits_resume_when_it_is_back(engines, prompt, free_blocks):
     first, second, third = prompt(700, 1), prompt(700, 2), prompt(700, 3)
     right = engines.plain.generate([first, second, third])["tokens"]
@@ -67,9 +115,23 @@ def test_without_a_master_requests_finish_and_hits_resume_when_it_is_back(engine
             assert (answer["cached"], answer["tokens"]) == ([0], [expected])
     finally:
         engines.pool.master.start()
+    # The segment's owner comes back to the new master in its own time; until then nothing can be stored.
+    assert resumes_hitting(lambda: engines.store([third]) and engines.read([third]))["tokens"] == [right[2]]
+
+
+def read_from(engine, tokens):
+    """Compute the prompt without the engine's own prefix cache, and report its stores."""
+    engine.call("settle")
+    assert engine.call("reset_local")
+    answer = engine.generate([tokens])
+    engine.call("settle")
+    return answer
+
+
+def resumes_hitting(read):
+    """The first answer that comes with a hit of 672 tokens."""
     deadline = time.monotonic() + 30
-    while engines.read([third])["cached"] == [0]:  # the segment's owner comes back to the new master in its own time
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-        engines.store([third])
-    assert engines.read([third])["tokens"] == [right[2]]
+    while (answer := read())["cached"] != [672]:
+        assert time.monotonic() < deadline, answer
+        time.sleep(0.2)
+    return answer
