@@ -123,8 +123,11 @@ class Scheduler:
     def jump_limit(self, step: Step) -> int:
         """How often the pure decode `step`, whose blocks are taken, can run before a sequence finishes or lacks blocks.
 
-        At least 1. Nothing else can change by itself: whoever waits in vain now would do so in every such step.
+        At least 1. Nothing else can change by itself: whoever waits in vain now would do so in every such step. A step
+        that preempts does not consider who waits, so the next one must.
         """
+        if step.preempted:
+            return 1
         steps = min(sequence.remaining_output for sequence, _, _ in step.scheduled)
         if self._blocks_for_jump(step, steps) <= self.blocks.num_free:
             return steps
