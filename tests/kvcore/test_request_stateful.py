@@ -1,5 +1,7 @@
 """Any interleaving of requests, pool and engine, with tagged block contents; and that broken ones are told apart."""
 
+import sys
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -129,7 +131,7 @@ class Interleavings(RuleBasedStateMachine):
             self.world.check()
 
     def teardown(self):
-        if hasattr(self, "world"):
+        if hasattr(self, "world") and sys.exc_info()[0] is None:  # else a rule has failed already
             self.world.drain()
             self.world.check()
 

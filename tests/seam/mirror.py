@@ -1,0 +1,209 @@
+"""A machine that tells the connector's scheduler half, in vLLM's words, all that it is told, and compares the plans.
+
+Whoever drives it (the simulator, or any interleaving) drives both: every answer and every plan must be the same.
+"""
+
+import math
+from dataclasses import replace
+from types import MappingProxyType, SimpleNamespace
+
+from kvcore.keys import Namespace
+from kvcore.request import KVRequest, Lookup, Offer
+from tests.kvcore.attention_oracle import as_blocks
+
+NUM_RANKS = 2
+NUM_BLOCKS = 10_000
+"""Positions that a group's block table has; block id 0 is the engine's null block."""
+
+
+class Lookups:
+    """In place of the thread: questions stay until the test answers."""
+
+    def __init__(self):
+        self.asked = []
+        self.answered = []
+
+    def submit(self, request_id, question, keys, patience_ns):
+        self.asked.append((request_id, question, keys))
+
+    def take_answers(self):
+        answered, self.answered = self.answered, []
+        return answered
+
+    def forget(self, request_id):
+        """The request has ended; what is answered after that must be ignored."""
+
+
+class Pins:
+    """In place of vLLM's block pool."""
+
+    def __init__(self):
+        self.blocks = range(1 << 30)
+        self.held = []
+
+    def touch(self, blocks):
+        self.held += blocks
+
+    def free_blocks(self, blocks):
+        for block in blocks:
+            self.held.remove(block)
+
+
+class Half:
+    """A scheduler half of one request, and vLLM's side of it."""
+
+    def __init__(self, machine):
+        from kvconnector.scheduler import KeySpace, SchedulerHalf
+
+        self.sizes = [group.block_size for group in machine.planner.model.groups]
+        self.unit = math.gcd(*self.sizes)
+        self.clock = SimpleNamespace(now_ns=lambda: self.now_ns)
+        self.now_ns = 0
+        self.lookups, self.pins, self.closed = Lookups(), Pins(), []
+        keys = KeySpace(Namespace("mirror"), self.unit, NUM_RANKS)
+        self.scheduler = SchedulerHalf(machine.planner, machine.policy, keys, self.lookups, self.clock)
+        self.scheduler.bind_gpu_block_pool(self.pins)
+        self.scheduler.on_closed = lambda request, twin: self.closed.append(twin)
+        self.request = SimpleNamespace(
+            request_id="one",
+            num_prompt_tokens=machine.num_prompt_tokens,
+            num_tokens=machine.num_prompt_tokens,
+            num_computed_tokens=0,
+            block_hashes=[index.to_bytes(4, "big") for index in range(NUM_BLOCKS)],
+        )
+        self.told = False
+        self.questions = {}
+        self.jobs = {}
+
+    def block_ids(self):
+        return tuple(range(group * NUM_BLOCKS + 1, (group + 1) * NUM_BLOCKS) for group in range(len(self.sizes)))
+
+    def expect_question(self, lookup):
+        """Exactly the keys of this question: every block at every rank."""
+        asked, self.lookups.asked = self.lookups.asked, []
+        assert len(asked) == (lookup is not None and 1)
+        if lookup is None:
+            return
+        ((_, question, keys),) = asked
+        assert [self.block_of(key) for key in keys[::NUM_RANKS]] == self.listed(lookup.blocks)
+        assert [key.rank for key in keys] == list(range(NUM_RANKS)) * (len(keys) // NUM_RANKS)
+        self.questions[lookup.ticket] = question, keys
+
+    def answer(self, ticket, present, now_ns):
+        """A block that is not there lacks the shard of one rank. Answers are taken whenever a request is considered."""
+        question, keys = self.questions[ticket]
+        there = set(self.listed(present))
+        found = [self.block_of(key) in there or key.rank != sum(self.block_of(key)) % NUM_RANKS for key in keys]
+        self.lookups.answered.append((self.request.request_id, question, found))
+        self.now_ns = now_ns
+        other = SimpleNamespace(request_id="other", num_prompt_tokens=1, num_tokens=1)
+        assert self.scheduler.get_num_new_matched_tokens(other, 0) == (0, False)
+
+    def expect_plans(self, load, store, scheduled=MappingProxyType({})):
+        """The next step brings exactly these plans to the worker."""
+        state = SimpleNamespace(get_block_ids=lambda request_id: self.block_ids())
+        output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+        metadata = self.scheduler.build_connector_meta(output)
+        self.expect_job(metadata.loads, load)
+        self.expect_job(metadata.stores, store)
+        if load is not None:
+            unwritten = [self.block_ids()[group][position] for group, position in self.listed(load.unproven)]
+            assert list(metadata.loads[0].unwritten) == unwritten
+
+    def expect_job(self, jobs, plan):
+        """The plan's blocks under their names, into or from their places in the block table."""
+        assert len(jobs) == (plan is not None and 1)
+        if plan is None:
+            return
+        (job,) = jobs
+        assert [(entry.group, entry.position) for entry in job.entries] == self.listed(plan.blocks)
+        for entry in job.entries:
+            assert entry.block_id == self.block_ids()[entry.group][entry.position]
+            assert self.block_of(entry) == (entry.group, entry.position)
+        self.jobs[plan.ticket] = job
+
+    def end_job(self, ticket, failed):
+        """Rank by rank; each failed block fails at one of the ranks."""
+        job, lost = self.jobs.pop(ticket, None), self.listed(failed)
+        if job is None:
+            return
+        failed_at = [index for index, entry in enumerate(job.entries) if (entry.group, entry.position) in lost]
+        for rank in range(NUM_RANKS):
+            mine = tuple(index for index in failed_at if index % NUM_RANKS == rank)
+            self.scheduler.update_connector_output(SimpleNamespace(finished=[(job.job_id, 1, mine)]))
+
+    def block_of(self, named):
+        """(group, position) of what carries a group and the hash at the block's end."""
+        last = int.from_bytes(named.block_hash, "big")
+        return named.group, (last + 1) * self.unit // self.sizes[named.group] - 1
+
+    def listed(self, blocks):
+        return [(group, position) for group, runs in enumerate(blocks) for position in sorted(as_blocks(runs))]
+
+
+class Mirror(KVRequest):
+    """The machine under one driver; `half` is the other."""
+
+    def __init__(self, planner, policy, num_prompt_tokens):
+        super().__init__(planner, policy, num_prompt_tokens)
+        self.half = Half(self)
+
+    def consider(self, local_hit_len, num_tokens, now_ns):
+        answer = super().consider(local_hit_len, num_tokens, now_ns)
+        self.half.now_ns, self.half.request.num_tokens = now_ns, num_tokens
+        self.half.told = True
+        reply = self.half.scheduler.get_num_new_matched_tokens(self.half.request, local_hit_len)
+        offer = answer.num_tokens if isinstance(answer, Offer) else None
+        assert reply == (offer, bool(offer))
+        self.half.expect_question(answer if isinstance(answer, Lookup) else None)
+        return answer
+
+    def lookup_answered(self, ticket, present, now_ns):
+        super().lookup_answered(ticket, present, now_ns)
+        self.half.answer(ticket, present, now_ns)
+
+    def granted(self, num_tokens):
+        load = super().granted(num_tokens)
+        blocks = SimpleNamespace(get_block_ids=self.half.block_ids)
+        self.half.scheduler.update_state_after_alloc(self.half.request, blocks, num_tokens)
+        self.half.expect_plans(load, None)
+        return load
+
+    def load_finished(self, ticket, failed):
+        valid_len = super().load_finished(ticket, failed)
+        self.half.end_job(ticket, failed)
+        self.compare()
+        return valid_len
+
+    def computed(self, num_tokens):
+        store = super().computed(num_tokens)
+        self.half.request.num_computed_tokens = num_tokens - 1
+        self.half.expect_plans(None, store, {self.half.request.request_id: 1})
+        return store
+
+    def store_finished(self, ticket, rejected):
+        super().store_finished(ticket, rejected)
+        self.half.end_job(ticket, rejected)
+        self.compare()
+
+    def preempted(self):
+        super().preempted()
+        self.half.request.num_computed_tokens = 0
+
+    def finished(self, num_tokens):
+        store = super().finished(num_tokens)
+        self.half.request.num_computed_tokens = num_tokens
+        self.half.request.num_tokens = max(self.half.request.num_tokens, num_tokens + 1)
+        self.half.scheduler.request_finished(self.half.request, self.half.block_ids())
+        self.half.expect_plans(None, store)
+        self.compare()
+        return store
+
+    def compare(self):
+        """Closed together, with the same decisions and no block left pinned."""
+        assert len(self.half.closed) == (self.closed and self.half.told), "a request nobody asked about is not tracked"
+        if self.half.closed:
+            (twin,) = self.half.closed
+            mine, theirs = (replace(machine.decisions, late_answers=0) for machine in (self, twin))
+            assert mine == theirs
+            assert self.half.pins.held == []

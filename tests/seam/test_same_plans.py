@@ -1,0 +1,79 @@
+"""Both drivers' words for the same events give the same plans: the simulator's, and any interleaving whatever."""
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+import kvsim.run
+from kvcore.request import KVRequest
+from kvsim.run import simulation
+from tests.kvcore.pool_world import World
+from tests.kvcore.test_request_stateful import Interleavings
+from tests.kvsim.small_runs import ASKS, ENGINES, scenario_of, trace_of
+from tests.seam.mirror import Half, Mirror
+
+pytestmark = pytest.mark.engine
+
+SEARCH = settings(
+    max_examples=100, stateful_step_count=50, phases=[Phase.generate], database=None, derandomize=True,
+    report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+
+@pytest.fixture
+def mirrored(monkeypatch):
+    """Every request of a simulation is mirrored."""
+    made = []
+
+    def make(planner, policy, num_prompt_tokens):
+        made.append(Mirror(planner, policy, num_prompt_tokens))
+        return made[-1]
+
+    monkeypatch.setattr(kvsim.run, "KVRequest", make)
+    return made
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(engine=ENGINES, asks=ASKS)
+def test_the_simulator_and_the_connector_make_the_same_plans(mirrored, engine, asks):
+    mirrored.clear()
+    simulation(scenario_of(engine, "pool-16"), trace_of(asks)).run()
+    assert all(machine.half.closed for machine in mirrored), "both drivers have reported every plan"
+
+
+class MirroredWorld(World):
+    machine = Mirror
+
+
+def test_any_interleaving_gives_the_connector_the_same_plans():
+    run_state_machine_as_test(type("Mirrored", (Interleavings,), {"world_type": MirroredWorld}), settings=SEARCH)
+
+
+# -- controls ---------------------------------------------------------------------------------------------------------
+
+
+class OneRankIsEnough(Half):
+    """Takes a block for present when one of its shards is."""
+
+    def answer(self, ticket, present, now_ns):
+        asked = self.questions[ticket][0].blocks
+        super().answer(ticket, asked, now_ns)
+
+
+class ForgetsFailures(Half):
+    """Reports every job as done."""
+
+    def end_job(self, ticket, failed):
+        super().end_job(ticket, ((),) * len(failed))
+
+
+@pytest.mark.parametrize("half", [OneRankIsEnough, ForgetsFailures])
+def test_a_driver_that_tells_something_else_is_found(half):
+    class Broken(Mirror):
+        def __init__(self, planner, policy, num_prompt_tokens):
+            KVRequest.__init__(self, planner, policy, num_prompt_tokens)
+            self.half = half(self)
+
+    world = type("BrokenWorld", (World,), {"machine": Broken})
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(type("Broken", (Interleavings,), {"world_type": world}), settings=SEARCH)
