@@ -1,8 +1,9 @@
 """The command line: `kvsim run`, `hits`, `trace stats`, `scenarios`, `demo`.
 
 Results on standard output (a table, or with --json exactly one JSON document), everything else on standard error.
-Exit codes: 0; 1 when no request completed, or for a bug (with its traceback); 2 for a mistake of the caller's, said in
-one line. Imports are inside the functions: --help and `hits` start without the simulator.
+Exit codes: 0; 1 when no request completed, when the disk does not take --out, or for a bug (with its traceback); 2 for
+a mistake of the caller's, said in one line. A trace's path counts from where the command runs.
+Imports are inside the functions: --help and `hits` start without the simulator.
 """
 
 import os
@@ -98,7 +99,7 @@ def run(
     result = results.document(simulation, engine, process_age_s())
     try:
         if out is not None:
-            results.write(out, simulation, result)
+            write_out(out, simulation, result)
     finally:
         show(result, "run", as_json)
     if not result["requests_completed"]:
@@ -257,6 +258,17 @@ def run_to_end(simulation: "Simulation", as_json: bool) -> None:
     gc.set_threshold(100_000, 50, 50)  # a simulation makes many small objects, and next to no cycles
     with progress(simulation) if sys.stderr.isatty() and not as_json else nullcontext():
         simulation.run()
+
+
+def write_out(folder: Path, simulation: "Simulation", result: Document) -> None:
+    """Write the result into the folder; a disk that does not take it ends the command with one line and exit code 1."""
+    from kvsim import results
+
+    try:
+        results.write(folder, simulation, result)
+    except OSError as error:
+        print(one_line(f"--out = {str(folder)!r}: not written: {error.strerror}"), file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def progress(simulation: "Simulation") -> Any:

@@ -63,7 +63,8 @@ def comparison(left: Document, right: Document) -> RenderableType:
     for label, key, form in COMPARED:
         ratio = _ratio(_value(left, key), _value(right, key))
         table.add_row(label, _shown(left, key, form), _shown(right, key, form), ratio)
-    return table
+    title = f"{right['requests_completed']:,} requests on {right['num_gpus']} GPUs"
+    return Group(Text(f"{title}; ratio of {right['scenario']} to {left['scenario']}", "bold"), table)
 
 
 def hits(report: Document) -> RenderableType:

@@ -321,6 +321,17 @@ def test_out_overwrites_nothing(tiny, tmp_path):
     assert before == {path: path.read_bytes() for path in (tmp_path / "empty").iterdir()}
 
 
+def test_a_full_disk_keeps_the_report(tiny, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvsim.results.write", full)
+    result = inside("run", tiny, "--out", tmp_path / "out", "--json")
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert "not written: No space left on device" in result.stderr
+    assert json.loads(result.stdout)["invariants"] == "ok"
+
+
 # --- the other commands -----------------------------------------------------------------------------------------------
 
 
