@@ -96,7 +96,7 @@ def run(
             results.claim(out)
         simulation = simulate(config, load_workload(config, no_cache))
     run_to_end(simulation, as_json)
-    result = results.document(simulation, engine, process_age_s())
+    result = results.document(simulation, engine, process_age_s)
     try:
         if out is not None:
             write_out(out, simulation, result)
@@ -157,10 +157,9 @@ def demo() -> None:
     compared = []
     for name in DEMO:
         config = load_scenario(name, [], None, None)
-        started_s = time.perf_counter()
         running = simulation(config, load_workload(config, no_cache=True))
         run_to_end(running, as_json=False)
-        compared.append(results.document(running, Engine.FAST, time.perf_counter() - started_s))
+        compared.append(results.document(running, Engine.FAST, process_age_s))
     tables.console().print(tables.comparison(*compared))
 
 

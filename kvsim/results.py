@@ -1,6 +1,7 @@
 """A run's result: the document that `kvsim run --json` prints, and the folder that `--out` asks for."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -18,9 +19,13 @@ from kvsim.scenario import Scenario, TraceWorkload
 OUT_EXPECTED = "a new or empty folder; nothing is ever overwritten"
 
 
-def document(simulation: Simulation, engine: str, wall_s: float) -> Document:
-    """Everything about a run that is over, in the order in which it is printed; raises InvariantBroken."""
+def document(simulation: Simulation, engine: str, wall_s: Callable[[], float]) -> Document:
+    """Everything about a run that is over, in the order in which it is printed; raises InvariantBroken.
+
+    `wall_s` is asked last, so that it counts everything here. `events` are those of the log.
+    """
     scenario = simulation.scenario
+    checked = invariants.check(simulation)
     metrics = asdict(measure(simulation.log, scenario.num_gpus))
     rejected_reasons = metrics.pop("rejected_reasons")
     decided = decisions_digest(simulation.decisions())
@@ -31,9 +36,9 @@ def document(simulation: Simulation, engine: str, wall_s: float) -> Document:
         "digest": digest(simulation.log, decided),
         "decisions_digest": decided,
     }
-    size = {"wall_s": wall_s, "events": len(simulation.log)}
     counts = {name: metrics.pop(name) for name in ("requests_completed", "requests_rejected", "simulated_s")}
     tail = {name: metrics.pop(name) for name in ("preemptions", "late_misses")}
+    size = {"wall_s": wall_s(), "events": len(simulation.log)}
     return {
         **head,
         **counts,
@@ -41,7 +46,7 @@ def document(simulation: Simulation, engine: str, wall_s: float) -> Document:
         **metrics,
         "num_gpus": scenario.num_gpus,
         **tail,
-        "invariants": invariants.check(simulation),
+        "invariants": checked,
         "rejected_reasons": rejected_reasons,
         "pool": None if simulation.pool is None else _pool(simulation.pool, scenario),
     }
