@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.e2e.conftest import CONNECTOR, LOOKUP_DEADLINE_S, Pool
-from tests.e2e.processes import Engine
+from tests.e2e.processes import Engine, SegmentOwner
 from tests.e2e.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
@@ -85,6 +85,23 @@ def test_a_frozen_master_delays_a_request_by_the_lookup_s_deadline_at_most(engin
         engines.pool.master.process.thaw()
     engines.reader.call("settle")
     assert resumes_hitting(lambda: engines.read(prompts[:1]))["tokens"] == right[:1]
+
+
+def test_the_death_of_who_holds_the_bytes_costs_two_failed_loads(engines, prompt, broken_gets, free_blocks):
+    """For some seconds the master still says that the objects exist."""
+    tokens = prompt(700)
+    right = engines.store([tokens])["tokens"]
+    broken_gets()
+    engines.pool.owner.kill()
+    try:
+        start = time.monotonic()
+        answer = engines.read([tokens])
+        assert time.monotonic() - start < 2.0
+        assert len(engines.reader.call("take_gets")) in (1, 2)
+        assert (answer["computed"], answer["tokens"]) == (700 + 15, right)
+    finally:
+        engines.pool.owner = SegmentOwner(engines.pool.master, engines.pool.folder)
+    assert resumes_hitting(lambda: engines.store([prompt(700, 1)]) and engines.read([prompt(700, 1)]))
 
 
 def test_an_engine_starts_without_a_pool_and_joins_it_later(tmp_path, prompt):
