@@ -2,8 +2,8 @@
 
     python benchmarks/bench_planner.py
 
-The layouts: a plain model; one full and four window groups over blocks of 16 tokens; one group with blocks of 256 and four
-window groups with blocks of 64 and windows of 128, as in a latent-attention model with compressed layers. The full
+The layouts: a plain model; one full and four window groups over blocks of 16 tokens; one group with blocks of 256 and
+four window groups with blocks of 64 and windows of 128, as in a latent-attention model with compressed layers. The full
 group costs the same at any length; a window group costs a step per boundary it is asked at.
 """
 

@@ -229,9 +229,8 @@ class KVRequest:
         when the request finishes: until then only this engine can use them.
         """
         self._expect("computed")
-        return self._plan_store(
-            min(num_tokens, self.num_prompt_tokens) if self.planner.model.prefix_closed else num_tokens
-        )
+        can_wait = self.planner.model.prefix_closed
+        return self._plan_store(min(num_tokens, self.num_prompt_tokens) if can_wait else num_tokens)
 
     def store_finished(self, ticket: int, rejected: GroupRuns) -> None:
         """The store ended; `rejected` were not written. Its blocks need no pin any more."""

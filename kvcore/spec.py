@@ -18,7 +18,7 @@ from kvcore.units import align_down, div_ceil
 class GroupSpec(ABC):
     """One KV cache group: layers that share a block table. `block_size` is in tokens.
 
-    `needed_blocks` must be monotone: both ends grow with `prefix_len`.
+    `needed_blocks` must be monotone: both ends grow with `prefix_len`, the start without bound unless `prefix_closed`.
     """
 
     block_size: int

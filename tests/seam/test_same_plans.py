@@ -33,7 +33,7 @@ def mirrored(monkeypatch):
     return made
 
 
-@settings(suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(engine=ENGINES, asks=ASKS)
 def test_the_simulator_and_the_connector_make_the_same_plans(mirrored, engine, asks):
     mirrored.clear()
