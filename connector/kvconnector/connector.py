@@ -4,6 +4,7 @@ The name is KVTwinConnector; without the plugin, kv_connector_module_path must b
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +23,6 @@ from kvconnector.vllm_compat import (
     describe_groups,
     get_ip,
     hash_block_size,
-    init_logger,
     namespace_fields,
     num_ranks,
     rank_of,
@@ -34,7 +34,7 @@ from kvcore.request import PoolPolicy
 from kvcore.spec import ModelSpec
 from kvcore.units import NS_PER_MS, NS_PER_S
 
-logger = init_logger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
 
 JOIN_PATIENCE_NS = 2 * NS_PER_S
 """How long the engine's start waits for the pool; without it the engine starts, and joins when it can."""

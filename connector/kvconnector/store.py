@@ -18,7 +18,7 @@ from kvcore.keys import BlockKey, format_key
 from kvcore.ports import Clock, StoreOutcome
 from kvcore.units import NS_PER_MS
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
 
 Pieces: TypeAlias = Sequence[tuple[int, int]]
 """(address, size in bytes) of one value's pieces, in order, all inside ranges given to `MooncakeStore.register`."""
@@ -56,6 +56,7 @@ class MooncakeStore:
         self._clock = clock
         self._link = _Link(config, clock, new_client or _mooncake_client)
         self._lane = Lane("kvtwin-ask", clock)
+        self._counting = threading.Lock()
 
     def join(self, deadline_ns: int) -> bool:
         """Connect now rather than with the first call, whose deadline is short; False when that did not succeed yet."""
@@ -120,7 +121,8 @@ class MooncakeStore:
         return self._link.run(names, call)
 
     def _count(self, operation: str, outcomes: list[StoreOutcome]) -> list[StoreOutcome]:
-        self.counts.update((operation, outcome) for outcome in outcomes)
+        with self._counting:
+            self.counts.update((operation, outcome) for outcome in outcomes)
         return outcomes
 
 

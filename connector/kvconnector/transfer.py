@@ -11,7 +11,7 @@ from kvcore.keys import BlockKey
 from kvcore.ports import Clock, KVStore, StoreOutcome
 from kvcore.units import NS_PER_MS
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
 
 JobT = TypeVar("JobT", LoadJob, StoreJob)
 

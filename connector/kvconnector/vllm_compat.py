@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
@@ -37,7 +36,6 @@ __all__ = [
     "describe_groups",
     "get_ip",
     "hash_block_size",
-    "init_logger",
     "namespace_fields",
     "num_ranks",
     "rank_of",
