@@ -24,7 +24,6 @@ class Driver:
             "enforce_eager": True,
             "skip_tokenizer_init": True,
             "kv_cache_memory_bytes": 64 << 20,
-            "dtype": "float32",
             "block_size": 32,
             "max_model_len": 2048,
             "dtype": "float32",
