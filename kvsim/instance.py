@@ -63,6 +63,7 @@ class Instance:
         self._on_finished = on_finished
         self._max_jump = max_jump
         self._inbox: list[Action] = []
+        self._releases: list[tuple[int, Action]] = []
         self._step = Step()
         self._jump = Jump(0, 0, 1, 0, 0, 0)
         self._end_alarm = Alarm(0, None)
@@ -84,6 +85,13 @@ class Instance:
             self._shorten_jump()
         else:
             self._set_schedule()
+
+    def release(self, action: Action) -> None:
+        """As `post`, for an action that only gives blocks back: while no request waits for them, a jump goes on."""
+        if self._step.scheduled and not self.scheduler.has_waiting:
+            self._releases.append((self._clock.now_ps, action))
+        else:
+            self.post(action)
 
     def _shorten_jump(self) -> None:
         """End the jump with the step that runs now."""
@@ -142,6 +150,8 @@ class Instance:
         self.num_steps += num_steps
         if num_steps > 1:
             self.scheduler.take_jump_blocks(self._step, num_steps)
+        if self._releases:
+            self._take_releases(self._jump.end_of_step(num_steps - 1))
         for sequence, before, num_new in self._step.scheduled:
             if not sequence.num_output and before + num_new == sequence.input_len:
                 self._log.add(self._clock.now_ps, Kind.FIRST_TOKEN, sequence.index)
@@ -153,3 +163,12 @@ class Instance:
             self._on_finished(sequence)
         self._step = Step()
         self._set_schedule()
+
+    def _take_releases(self, last_step_ps: int) -> None:
+        """Those of earlier steps before the last one ends, as if it had been a step of its own; the rest after it."""
+        for at_ps, action in self._releases:
+            if at_ps <= last_step_ps:
+                action()
+            else:
+                self._inbox.append(action)
+        self._releases.clear()

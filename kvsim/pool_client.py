@@ -42,6 +42,9 @@ class Engine(Protocol):
     def post(self, action: Action) -> None:
         """Do `action` between two steps, and schedule then."""
 
+    def release(self, action: Action) -> None:
+        """Do `action`, which gives blocks back, between two steps."""
+
     scheduler: Scheduler
 
 
@@ -100,14 +103,14 @@ class PoolClient:
 
     def _written(self, sequence: Sequence, plan: Store, pinned: Holding) -> None:
         rejected = self._per_group(self._store.put, sequence, plan.blocks)
-        self._engine.post(partial(self._stored, sequence, plan, pinned, rejected))
+        lost = count_blocks(rejected)
+        self._log.add(self._clock.now_ps, Kind.STORED, sequence.index, count_blocks(plan.blocks) - lost, lost)
+        self._engine.release(partial(self._stored, sequence, plan, pinned, rejected))
 
     def _stored(self, sequence: Sequence, plan: Store, pinned: Holding, rejected: GroupRuns) -> None:
         self._blocks.free(pinned)
         assert sequence.kv is not None
         sequence.kv.store_finished(plan.ticket, rejected)
-        lost = count_blocks(rejected)
-        self._log.add(self._clock.now_ps, Kind.STORED, sequence.index, count_blocks(plan.blocks) - lost, lost)
 
     def _per_group(self, call: StoreCall, sequence: Sequence, blocks: GroupRuns) -> GroupRuns:
         now_ns = self._clock.now_ns

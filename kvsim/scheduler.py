@@ -83,6 +83,11 @@ class Scheduler:
         self._prefilling: dict[Sequence, None] = {}
         self._admitted: list[tuple[Sequence, int, int]] = []
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some request is not running, whatever it waits for."""
+        return bool(self.waiting or self.block_holders)
+
     # -- events ------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
