@@ -53,6 +53,11 @@ class BlockPool:
         """Blocks that nobody holds, cached or not: what `allocate` can give."""
         return self._queue.num_anonymous + self._queue.num_cached
 
+    @property
+    def num_anonymous(self) -> int:
+        """Free blocks without identity: what `allocate` can give before it evicts."""
+        return self._queue.num_anonymous
+
     def match(self, segments: Segments, limit_blocks: int) -> Match:
         """The longest cached prefix of a sequence, of at most limit_blocks; changes nothing.
 

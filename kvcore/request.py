@@ -162,6 +162,14 @@ class KVRequest:
         """Finished, and no plan of it reads or writes a block any more."""
         return self.state is State.FINISHED and self._load is None and not self._stores
 
+    @property
+    def offer_ends_ns(self) -> int | None:
+        """From when on the last offer is not repeated but the pool asked again; None: it stands."""
+        answer = self._answer
+        if self.state is not State.OFFERED or answer is None or answer.answered_ns is None:
+            return None
+        return answer.answered_ns + self.policy.offer_ttl_ns + 1
+
     # -- before admission -------------------------------------------------------------------------------------
 
     def consider(self, local_hit_len: int, num_tokens: int, now_ns: int) -> Lookup | Wait | Offer:

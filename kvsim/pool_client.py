@@ -59,6 +59,7 @@ class PoolClient:
         self._engine = engine
         self._log = log
         self._planned_stores: list[tuple[Sequence, Store, Holding]] = []
+        self._wakes_ns: set[int] = set()
 
     def lookup(self, sequence: Sequence, plan: Lookup) -> None:
         """Ask the master; the answer is as of the moment it arrives."""
@@ -66,7 +67,9 @@ class PoolClient:
 
     def wake_at(self, at_ns: int) -> None:
         """Let the instance schedule at that time."""
-        self._clock.at(max(at_ns * PS_PER_NS, self._clock.now_ps), partial(self._engine.post, _nothing))
+        if at_ns not in self._wakes_ns:
+            self._wakes_ns.add(at_ns)
+            self._clock.at(max(at_ns * PS_PER_NS, self._clock.now_ps), partial(self._wake, at_ns))
 
     def load(self, sequence: Sequence, plan: Load) -> None:
         """Fetch what the pool still holds; what it lost since the lookup stays unwritten and is reported."""
@@ -87,6 +90,10 @@ class PoolClient:
             done = partial(self._written, sequence, plan, pinned)
             self._path.put_link.transfer(self._path.size_bytes(plan.blocks), done)
         self._planned_stores.clear()
+
+    def _wake(self, at_ns: int) -> None:
+        self._wakes_ns.discard(at_ns)
+        self._engine.post(_nothing)
 
     def _answer(self, sequence: Sequence, plan: Lookup) -> None:
         present = self._per_group(self._store.exists, sequence, plan.blocks)

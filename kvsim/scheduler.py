@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvcore.errors import require
 from kvcore.pool import BlockPool, Match
-from kvcore.request import Load, Lookup, Offer, Store
+from kvcore.request import KVRequest, Load, Lookup, Offer, Store
 from kvcore.units import div_ceil
 from kvsim.sequence import Sequence, Status
 
@@ -82,6 +82,7 @@ class Scheduler:
         self._loaded: set[Sequence] = set()
         self._prefilling: dict[Sequence, None] = {}
         self._admitted: list[tuple[Sequence, int, int]] = []
+        self._watches_cached = False
 
     @property
     def has_waiting(self) -> bool:
@@ -119,6 +120,7 @@ class Scheduler:
     def schedule(self, now_ns: int) -> Step:
         """Decide the next step and take its blocks; an empty one means that there is nothing to run now."""
         step = Step()
+        self._watches_cached = False
         budget = self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step, budget, now_ns)
@@ -134,9 +136,10 @@ class Scheduler:
         if step.preempted:
             return 1
         steps = min(sequence.remaining_output for sequence, _, _ in step.scheduled)
-        if self._blocks_for_jump(step, steps) <= self.blocks.num_free:
+        num_free = self.blocks.num_anonymous if self._watches_cached else self.blocks.num_free
+        if self._blocks_for_jump(step, steps) <= num_free:
             return steps
-        return bisect_right(range(2, steps), self.blocks.num_free, key=partial(self._blocks_for_jump, step)) + 1
+        return bisect_right(range(2, steps), num_free, key=partial(self._blocks_for_jump, step)) + 1
 
     def take_jump_blocks(self, step: Step, num_steps: int) -> None:
         """Allocate what `num_steps` of the pure decode `step` need beyond the first; others find what is full."""
@@ -223,12 +226,26 @@ class Scheduler:
         if sequence.num_computed:
             return self._admit_with(sequence, None, budget)
         match = self.blocks.match(sequence.segments, (sequence.num_tokens - 1) // self.limits.block_size)
+        num_new = self._admit_matched(sequence, match, budget, now_ns)
+        if not num_new and sequence.kv is not None and sequence.status is not Status.LOADING:
+            self._watch(sequence.kv, match)
+        return num_new
+
+    def _admit_matched(self, sequence: Sequence, match: Match, budget: int, now_ns: int) -> int | None:
         external_len = self._external_len(sequence, match.num_blocks * self.limits.block_size, now_ns)
         if external_len is None:
             return 0
         if external_len:
             return self._start_load(sequence, match, external_len)
         return self._admit_with(sequence, match, budget)
+
+    def _watch(self, kv: KVRequest, match: Match) -> None:
+        """Who was considered in vain is considered again when its offer ends, and whenever its local hit may shrink."""
+        if match.num_free:
+            self._watches_cached = True
+        if kv.offer_ends_ns is not None:
+            assert self.pool is not None
+            self.pool.wake_at(kv.offer_ends_ns)
 
     def _external_len(self, sequence: Sequence, local_hit_len: int, now_ns: int) -> int | None:
         """Tokens the pool offers beyond the local hit; None while it has not answered."""
