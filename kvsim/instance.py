@@ -126,6 +126,9 @@ class Instance:
         if step.scheduled:
             self._jump = self._plan_jump(step)
             self._set_end()
+        elif step.preempted:
+            # The last one that ran gave way to blocks that loads and stores hold; who waits was not considered.
+            self._set_schedule()
 
     def _plan_jump(self, step: Step) -> Jump:
         now_ps = self._clock.now_ps
