@@ -56,14 +56,10 @@ class Planner:
         return store_runs(self.model, blocks, self.retention_interval, num_prompt_tokens)
 
     def valid_len(self, resume_len: int, failed: GroupRuns) -> int:
-        """Tokens still usable of `resume_len` when the `failed` blocks hold no data.
-
-        With one group the longest hit of what is left; with several, nothing: the engine can not be told which group of
-        a request failed, and recomputes it.
-        """
+        """Tokens still usable of `resume_len` when the `failed` blocks hold no data; see `ModelSpec.loads_in_part`."""
         if not any(failed):
             return resume_len
-        if len(self.model.groups) > 1:
+        if not self.model.loads_in_part:
             return 0
         return hit_len(self.model, minus(self.held(resume_len), failed), resume_len)
 

@@ -129,3 +129,12 @@ class ModelSpec:
     def prefix_closed(self) -> bool:
         """Whether every group needs all earlier blocks, so that an engine keeps all of a running request."""
         return all(group.prefix_closed for group in self.groups)
+
+    @property
+    def loads_in_part(self) -> bool:
+        """Whether a load that failed in part leaves the tokens before the first missing block usable.
+
+        Of several groups the engine cannot be told which one failed. Of a window it would resume at the first missing
+        block, whose own past was never loaded. Such a request starts over.
+        """
+        return len(self.groups) == 1 and self.prefix_closed

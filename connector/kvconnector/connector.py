@@ -59,16 +59,16 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_role)
         clock = MonotonicClock()
         pool = _joining(config.pool)
+        model = ModelSpec(describe_groups(kv_cache_config))
         if role == KVConnectorRole.SCHEDULER:
             self._store = MooncakeStore(pool.lookup_only(), clock)
             self._lookups = LookupThread(self._store, clock)
             keys = _key_space(config, vllm_config, kv_cache_config)
-            planner = Planner(ModelSpec(describe_groups(kv_cache_config)))
-            self._scheduler = SchedulerHalf(planner, _policy(config), keys, self._lookups, clock)
+            self._scheduler = SchedulerHalf(Planner(model), _policy(config), keys, self._lookups, clock)
             self._stop = self._lookups.close
         else:
             self._store = MooncakeStore(pool, clock)
-            self._worker = WorkerHalf(config, self._store, clock, rank_of(vllm_config))
+            self._worker = WorkerHalf(config, self._store, clock, rank_of(vllm_config), model)
             self._stop = self._worker.close
         self._store.join(clock.now_ns() + JOIN_PATIENCE_NS)
 

@@ -15,17 +15,21 @@ from kvconnector.vllm_compat import KVConnectorTransferResults
 from kvcore.errors import InvalidArgument
 from kvcore.keys import BlockKey, Namespace
 from kvcore.ports import Clock, StoreOutcome
+from kvcore.spec import ModelSpec
 
 
 class WorkerHalf:
-    """One per worker. `rank` is the shard of every block that it holds.
+    """One per worker of an engine that serves `model`. `rank` is the shard of every block that it holds.
 
     In each step: `start_load_kv`, `wait_for_save`, then `get_transfer_results`, which takes the jobs that have ended,
-    and after it what it could not say: `take_unloaded_block_ids` (one KV cache group) and `take_report`.
+    and after it what it could not say: `take_unloaded_block_ids` (`ModelSpec.loads_in_part`) and `take_report`.
     """
 
-    def __init__(self, config: ConnectorConfig, store: MooncakeStore, clock: Clock, rank: int) -> None:
+    def __init__(
+        self, config: ConnectorConfig, store: MooncakeStore, clock: Clock, rank: int, model: ModelSpec
+    ) -> None:
         self._store = store
+        self._loads_in_part = model.loads_in_part
         self._rank = rank
         self._layouts: tuple[GroupLayout, ...] = ()
         self._device = torch.device("cpu")
@@ -61,22 +65,21 @@ class WorkerHalf:
                 self._stores.submit(job, computed)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        """The requests whose load ended since the last call, and those of several groups for which it failed."""
+        """The requests whose load ended since the last call, and those that must start over because it failed."""
         loads, stores = self._loads.take_ended(), self._stores.take_ended()
         self._ended += [ended for _, ended in (*loads, *stores)]
         failed = [(job, ended) for job, ended in loads if ended.failed or job.unwritten]
         for job, ended in failed:
             self._unloaded_block_ids.update(job.unwritten, (job.entries[index].block_id for index in ended.failed))
-        several_groups = len(self._layouts) > 1
         return KVConnectorTransferResults(
             finished_recving={job.request_id for job, _ in loads},
-            failed_recving={job.request_id for job, _ in failed if several_groups},
+            failed_recving={job.request_id for job, _ in failed if not self._loads_in_part},
         )
 
     def take_unloaded_block_ids(self) -> set[int]:
-        """The blocks of loads just ended that hold no data; empty with several groups, where ids are ambiguous."""
+        """The blocks of loads just ended that hold no data; empty where the whole request starts over."""
         unloaded, self._unloaded_block_ids = self._unloaded_block_ids, set()
-        return unloaded if len(self._layouts) == 1 else set()
+        return unloaded if self._loads_in_part else set()
 
     def take_report(self) -> WorkerReport | None:
         """The jobs that `get_transfer_results` took, for the scheduler half; None when there are none."""

@@ -13,10 +13,12 @@ from kvcore.errors import InvalidArgument
 from kvcore.keys import Namespace
 from kvcore.memory_store import MemoryStore
 from kvcore.ports import StoreOutcome
+from kvcore.spec import FullAttention, ModelSpec, SlidingWindow
 from tests.kvconnector.test_transfer import MonotonicClock, until
 
 pytestmark = pytest.mark.engine
 
+FULL = FullAttention(32)
 NUM_BLOCKS = 6
 
 
@@ -56,7 +58,7 @@ class AddressedStore:
         return pieces
 
 
-def make_worker(store, groups, rank=0):
+def make_worker(store, groups, rank=0, spec=FULL):
     """A worker half with one layer per entry of `groups`: a list of layers, each a torch tensor or a list of them."""
     from kvconnector.worker import WorkerHalf
 
@@ -65,7 +67,8 @@ def make_worker(store, groups, rank=0):
     config = SimpleNamespace(
         num_blocks=NUM_BLOCKS, kv_cache_groups=[SimpleNamespace(layer_names=names) for names in layer_names]
     )
-    worker = WorkerHalf(ConnectorConfig(PoolConfig("nowhere:1")), store, MonotonicClock(), rank)
+    model = ModelSpec(tuple(spec for _ in groups))
+    worker = WorkerHalf(ConnectorConfig(PoolConfig("nowhere:1")), store, MonotonicClock(), rank, model)
     worker.register_kv_caches(caches, config)
     return worker
 
@@ -106,8 +109,8 @@ def store():
 def workers(store):
     made = []
 
-    def make(*groups, rank=0):
-        made.append(make_worker(store, groups, rank))
+    def make(*groups, rank=0, spec=FULL):
+        made.append(make_worker(store, groups, rank, spec))
         return made[-1]
 
     yield make
@@ -172,6 +175,12 @@ def test_with_several_groups_the_request_is_reported_because_block_ids_are_ambig
     assert ended == [Ended(2, 1, ()), Ended(3, 1, (1,)), Ended(4, 1, ())]
 
 
+def test_with_a_window_the_request_is_reported_because_its_past_is_missing(workers, store):
+    worker = workers([random_cache(2)], spec=SlidingWindow(32, 64))
+    step(worker, loads=[LoadJob(1, "a", entries((7, 3)))])
+    assert outcome(worker) == ({"a"}, {"a"}, set(), [Ended(1, 1, (0,))])
+
+
 def test_groups_and_ranks_and_namespaces_never_answer_for_each_other(workers):
     writer = workers([random_cache(2)], [random_cache(2)])
     step(writer, stores=[StoreJob(1, "a", entries((0, 0)))])
@@ -199,7 +208,8 @@ def test_a_layer_without_cache_is_named(store):
     with pytest.raises(InvalidArgument, match="missing layer"):
         from kvconnector.worker import WorkerHalf
 
-        worker = WorkerHalf(ConnectorConfig(PoolConfig("nowhere:1")), store, MonotonicClock(), 0)
+        model = ModelSpec((FULL,))
+        worker = WorkerHalf(ConnectorConfig(PoolConfig("nowhere:1")), store, MonotonicClock(), 0, model)
         groups = [SimpleNamespace(layer_names=["missing layer"])]
         try:
             worker.register_kv_caches({"a": random_cache(1)}, SimpleNamespace(num_blocks=6, kv_cache_groups=groups))

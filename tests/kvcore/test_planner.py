@@ -160,7 +160,7 @@ def test_what_is_valid_after_a_failed_load_can_be_resumed_at(reader, data):
     assert valid <= resume
     if not any(failed):
         assert valid == resume
-    elif len(left) > 1:
+    elif len(left) > 1 or not planner.model.groups[0].prefix_closed:
         assert valid == 0
     else:
         assert valid == oracle.hit_len(left, resume)
@@ -173,12 +173,12 @@ def test_what_is_valid_after_a_failed_load_can_be_resumed_at(reader, data):
         (FullAttention(16), ((0, 1), (3, 4)), 0),
         (SlidingWindow(16, 33), ((4, 5),), 0),
         (SlidingWindow(16, 33), ((3, 4),), 0),
-        (ChunkedLocal(16, 64), ((4, 5),), 64),
+        (ChunkedLocal(16, 64), ((4, 5),), 0),
         (Recurrent(16), ((4, 5),), 0),
     ],
 )
-def test_one_group_keeps_what_can_still_be_resumed_at(spec, failed, valid_len):
-    """Tokens before the failed block are no prefix where a window or a state reaches back over it."""
+def test_one_prefix_closed_group_keeps_the_tokens_before_the_first_failed_block(spec, failed, valid_len):
+    """Any other starts over: the engine would resume at that block, whatever a window or a state reads before it."""
     assert Planner(ModelSpec((spec,))).valid_len(80, (failed,)) == valid_len
 
 
