@@ -282,9 +282,8 @@ class KVRequest:
         """
         if local_hit_len < answer.local_hit_len:
             return True
-        if self.state is not State.OFFERED or answer.answered_ns is None:
-            return False
-        return now_ns - answer.answered_ns > self.policy.offer_ttl_ns
+        ends_ns = self.offer_ends_ns
+        return ends_ns is not None and now_ns >= ends_ns
 
     def _ask(self, local_hit_len: int, num_tokens: int, now_ns: int) -> Lookup:
         asked = self.planner.lookup(local_hit_len, num_tokens)
