@@ -1,6 +1,6 @@
 """The columnar trace: every reader and generator gives one, everything downstream takes one."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -91,6 +91,13 @@ class Trace:
     def segment_lengths(self) -> Column:
         """Tokens of each segment, one entry per segment."""
         return self.segment_end - self.segment_starts()
+
+    def head(self, num_requests: int) -> "Trace":
+        """The first requests; whom they wait for is among them."""
+        num_segments = int(self.segment_offset[: num_requests + 1][-1])
+        lengths = {"segment_offset": num_requests + 1, "segment_stream": num_segments, "segment_end": num_segments}
+        columns = {name: getattr(self, name)[: lengths.get(name, num_requests)] for name in COLUMN_NAMES}
+        return replace(self, **columns)
 
     def segments(self, request: int, block_size: int) -> Segments:
         """Content of the full `block_size`-token blocks, prompt and output: [0, total tokens // block_size)."""
