@@ -13,7 +13,7 @@ from kvsim.cluster import OnFinished
 from kvsim.cost.roofline import Roofline
 from kvsim.cost.step_time import StepTimeModel
 from kvsim.events import EventLog, Kind
-from kvsim.reference.vllm_scheduler import make_request, make_scheduler, model_runner_output
+from kvsim.reference.vllm_scheduler import make_request, make_scheduler, model_runner_output, request_id
 from kvsim.run import Simulation, make_cluster
 from kvsim.scenario import Scenario
 from kvsim.sequence import Sequence, Status
@@ -25,7 +25,8 @@ def reference_simulation(scenario: Scenario, trace: Trace) -> Simulation:
 
     Raises InvalidArgument for a scenario with a pool.
     """
-    require(scenario.pool is None, "engine", "vllm", "a scenario without [pool] and [link], such as nopool-16")
+    fix = "one without [pool] and [link] for now, such as nopool-16: --set cannot remove a section"
+    require(scenario.pool is None, "scenario", scenario.scenario.name, fix)
     clock = Clock()
     step_time = Roofline(scenario.llm, scenario.gpu)
 
@@ -116,11 +117,11 @@ class VllmEngine:
             sequence.num_computed = 0
             sequence.num_preemptions += 1
 
-    def _scheduled(self, request_id: str, num_new: int) -> Scheduled:
+    def _scheduled(self, name: str, num_new: int) -> Scheduled:
         """Read right after `schedule()`, which has advanced the request over the step already."""
-        request = self._scheduler.requests[request_id]
+        request = self._scheduler.requests[name]
         before = request.num_computed_tokens - num_new
-        return Scheduled(self._sequences[request_id], before, num_new, not request.is_prefill_chunk)
+        return Scheduled(self._sequences[name], before, num_new, not request.is_prefill_chunk)
 
     def _account(self, part: Scheduled) -> None:
         sequence = part.sequence
@@ -142,7 +143,7 @@ class VllmEngine:
             if not sequence.num_output:
                 self._log.add(self._clock.now_ps, Kind.FIRST_TOKEN, sequence.index)
             sequence.num_tokens += 1
-        is_sampled = {str(part.sequence.index): part.is_sampled for part in self._step}
+        is_sampled = {request_id(part.sequence): part.is_sampled for part in self._step}
         outputs = self._scheduler.update_from_output(self._output, model_runner_output(is_sampled))
         for output in outputs[0].outputs if outputs else ():
             if output.finish_reason is not None:

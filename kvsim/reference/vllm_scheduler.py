@@ -55,13 +55,18 @@ def make_scheduler(scenario: Scenario) -> Any:
 def make_request(sequence: Sequence, block_size: int, arrival_s: float) -> Any:
     """A request of as many tokens, whose blocks' hashes are the names that the sequence's segments give them."""
     return Request(
-        request_id=str(sequence.index),
+        request_id=request_id(sequence),
         prompt_token_ids=[TOKEN] * sequence.input_len,
         sampling_params=SamplingParams(max_tokens=sequence.max_tokens, ignore_eos=True),
         pooling_params=None,
         arrival_time=arrival_s,
         block_hasher=_block_hasher(sequence, block_size),
     )
+
+
+def request_id(sequence: Sequence) -> str:
+    """What vLLM calls it."""
+    return str(sequence.index)
 
 
 def model_runner_output(is_sampled: dict[str, bool]) -> Any:
