@@ -1,0 +1,209 @@
+"""The fast engine against the installed vLLM's own scheduler: the same decisions at the same time, event for event."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import Phase, example, find, given, settings
+from hypothesis import strategies as st
+
+from kvcore.errors import InvalidArgument
+from kvcore.pool import BlockPool
+from kvcore.units import div_ceil
+from kvsim.events import Kind
+from kvsim.invariants import check
+from kvsim.run import decisions_digest, simulation
+from kvsim.scheduler import Scheduler
+from kvsim.workload.agentic import Agentic, generate
+from kvsim.workload.claude_code import session_files
+from kvsim.workload.load import load_trace
+from tests.kvsim.small_runs import ASKS, ENGINES, Ask, engine, events, scenario_of, trace_of
+from tests.support import shared_data
+
+pytestmark = pytest.mark.engine
+
+
+def both(scenario, trace):
+    """(fast, reference), both run."""
+    from kvsim.reference import reference_simulation
+
+    runs = simulation(scenario, trace), reference_simulation(scenario, trace)
+    for run in runs:
+        run.run()
+    return runs
+
+
+def compare(scenario, trace):
+    """Counts of what happened; raises AssertionError at the first difference, the most telling ones first."""
+    fast, reference = both(scenario, trace)
+    assert fast.decisions() == reference.decisions()
+    assert decisions_digest(fast.decisions()) == decisions_digest(reference.decisions())
+    fast_events, reference_events = events(fast.log), events(reference.log)
+    for kind in (Kind.PREEMPTED, Kind.FIRST_TOKEN, Kind.FINISHED):
+        assert of_kind(fast_events, kind) == of_kind(reference_events, kind)
+    assert fast_events == reference_events
+    assert fast.log.digest() == reference.log.digest()
+    assert check(fast) == check(reference) == "ok"
+    evicted = sum(instance.scheduler.blocks.num_evicted for instance in fast.instances)
+    hits = sum(hit_len for _, _, _, hit_len, _ in of_kind(fast_events, Kind.ADMITTED))
+    return Counter(Kind(event[1]).name for event in fast_events) + Counter(evicted=evicted, hits=hits)
+
+
+def of_kind(log, kind):
+    return [event for event in log if event[1] == kind]
+
+
+# --- recorded and generated traces ------------------------------------------------------------------------------------
+
+
+def conversation():
+    return load_trace(shared_data("mooncake_conversation_trace.jsonl.gz")).head(300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"engine.num_gpu_blocks": 4_000},
+        {"engine.num_gpu_blocks": 9_000, "engine.watermark": 0.01},
+        {"engine.num_gpu_blocks": 9_000, "cluster.instances": 3},
+    ],
+    ids=["default-memory", "few-blocks", "watermark", "three-instances"],
+)
+def test_a_recorded_conversation(more):
+    seen = compare(scenario_of({"cluster.instances": 1} | more), conversation())
+    assert min(seen[what] for what in ("PREEMPTED", "evicted", "hits")) > 0, seen
+
+
+@pytest.mark.slow
+def test_recorded_sessions_that_wait_for_their_answers(tmp_path):
+    for session in session_files(shared_data("claude_code"))[:4]:
+        (tmp_path / session.name).symlink_to(session)
+    trace = load_trace(tmp_path, use_cache=False).head(200)
+    seen = compare(scenario_of({"cluster.instances": 2}), trace)
+    assert min(seen[what] for what in ("FINISHED", "evicted", "hits")) > 0, seen
+
+
+def test_identical_sessions_on_identical_instances():
+    """Everything happens at the same instants, and a turn's prompt holds the answer of the one before."""
+    trace = generate(Agentic(sessions=8, turns=4, common_len=1_000, first_len=500, turn_len=100, output_len=200))
+    seen = compare(scenario_of({"cluster.instances": 3, "engine.num_gpu_blocks": 600}), trace)
+    assert seen["FINISHED"] == 32 and seen["hits"] > 0, seen
+
+
+def test_long_answers_that_do_not_fit_together():
+    """Admitted because the whole prompt fits; then memory runs out in decode, again and again."""
+    rng = Random(0)
+    asks = [Ask(new_len=rng.randint(1, 40), output_len=rng.randint(100, 400)) for _ in range(40)]
+    seen = compare(scenario_of(engine(1, 16, 1_000, 1024, 8192, 0.0)), trace_of(asks))
+    assert seen["PREEMPTED"] > 40, seen
+
+
+# --- random small runs ------------------------------------------------------------------------------------------------
+
+# The last prompt begins with what the first request generates, and is there before that has ended.
+NAMED_WHILE_GENERATED = (
+    engine(1, 1, 100, 1024, 8192, 0.0),
+    [Ask(output_len=9), Ask("turn", of=0), Ask("fork", of=1, cut=5, new_len=1, gap_us=20_000)],
+)
+
+
+def test_random_small_runs():
+    seen = Counter()
+
+    @given(ENGINES, ASKS)
+    @example(*NAMED_WHILE_GENERATED)
+    def agree(settings, asks):
+        seen.update(compare(scenario_of(settings), trace_of(asks)))
+
+    agree()
+    wanted = ("PREEMPTED", "REJECTED", "FINISHED", "evicted", "hits")
+    assert min(seen[what] for what in wanted) > 0, seen
+
+
+def test_a_scenario_with_a_pool_is_refused():
+    from kvsim.reference import reference_simulation
+
+    with pytest.raises(InvalidArgument, match=r"scenario = 'pool-16': expected one without \[pool\].*nopool-16"):
+        reference_simulation(scenario_of({}, "pool-16"), trace_of([Ask()]))
+
+
+# --- negative controls: each wrong scheduler is found -----------------------------------------------------------------
+
+
+class GivesWayItself(Scheduler):
+    """Wrong: who lacks blocks is preempted, not the last admitted."""
+
+    def _make_room(self, sequence, num_tokens, step):
+        num_blocks = div_ceil(num_tokens, self.limits.block_size)
+        if num_blocks - sequence.num_blocks > self.blocks.num_free:
+            self.running.remove(sequence)
+            self._preempt(sequence, step)
+            return False
+        return super()._make_room(sequence, num_tokens, step)
+
+
+class AdmitsByChunk(Scheduler):
+    """Wrong: the first chunk must fit, not the whole prompt."""
+
+    def _fits(self, sequence, match, num_tokens, reserved_blocks):
+        return self._wanted_blocks(sequence, match, num_tokens) <= self.blocks.num_free
+
+
+class AdmitsBesidePreemption(Scheduler):
+    """Wrong: a step that preempts admits as well."""
+
+    def schedule(self, now_ns):
+        step = super().schedule(now_ns)
+        if step.preempted:
+            budget = self.limits.max_num_batched_tokens - sum(num_new for _, _, num_new in step.scheduled)
+            self._schedule_waiting(step, budget, now_ns)
+        return step
+
+
+class FreesHeadFirst(BlockPool):
+    """Wrong: the first part of a sequence is evicted before the later ones."""
+
+    def free(self, holding):
+        holding.spans.reverse()
+        super().free(holding)
+
+
+class NamesAnswersLate(Scheduler):
+    """Wrong: blocks of generated tokens are found by others only when the sequence gives them back."""
+
+    def _cache(self, sequence, num_tokens):
+        super()._cache(sequence, min(num_tokens, sequence.input_len))
+
+    def _free(self, sequence):
+        if sequence.holding is not None:
+            super()._cache(sequence, sequence.num_computed)
+        super()._free(sequence)
+
+
+@pytest.mark.parametrize("wrong", [GivesWayItself, AdmitsByChunk, AdmitsBesidePreemption])
+def test_a_wrong_scheduler_is_found(monkeypatch, wrong):
+    monkeypatch.setattr("kvsim.run.Scheduler", wrong)
+    find_difference()
+
+
+def test_naming_answers_late_is_found_by_its_example(monkeypatch):
+    monkeypatch.setattr("kvsim.run.Scheduler", NamesAnswersLate)
+    assert differs(*NAMED_WHILE_GENERATED)
+
+
+def test_a_wrong_pool_is_found(monkeypatch):
+    monkeypatch.setattr("kvsim.scheduler.BlockPool", FreesHeadFirst)
+    find_difference()
+
+
+def find_difference():
+    """Raises NoSuchExample when no random run tells the two apart."""
+    only_search = settings(max_examples=2_000, phases=[Phase.generate], database=None)
+    find(st.tuples(ENGINES, ASKS), lambda case: differs(*case), settings=only_search, random=Random(0))
+
+
+def differs(settings, asks):
+    fast, reference = both(scenario_of(settings), trace_of(asks))
+    return events(fast.log) != events(reference.log)
