@@ -163,11 +163,13 @@ class KVRequest:
         return self.state is State.FINISHED and self._load is None and not self._stores
 
     @property
-    def offer_ends_ns(self) -> int | None:
-        """From when on the last offer is not repeated but the pool asked again; None: it stands."""
+    def reconsider_at_ns(self) -> int | None:
+        """From when on `consider` answers differently though nothing has happened: a question is late, an offer old."""
         answer = self._answer
-        if self.state is not State.OFFERED or answer is None or answer.answered_ns is None:
+        if answer is None or self.state not in (State.ASKING, State.OFFERED):
             return None
+        if answer.answered_ns is None:
+            return answer.asked_ns + self.policy.lookup_deadline_ns
         return answer.answered_ns + self.policy.offer_ttl_ns + 1
 
     # -- before admission -------------------------------------------------------------------------------------
@@ -282,8 +284,9 @@ class KVRequest:
         """
         if local_hit_len < answer.local_hit_len:
             return True
-        ends_ns = self.offer_ends_ns
-        return ends_ns is not None and now_ns >= ends_ns
+        if self.state is not State.OFFERED or answer.answered_ns is None:
+            return False
+        return now_ns - answer.answered_ns > self.policy.offer_ttl_ns
 
     def _ask(self, local_hit_len: int, num_tokens: int, now_ns: int) -> Lookup:
         asked = self.planner.lookup(local_hit_len, num_tokens)

@@ -59,17 +59,17 @@ class PoolClient:
         self._engine = engine
         self._log = log
         self._planned_stores: list[tuple[Sequence, Store, Holding]] = []
-        self._wakes_ns: set[int] = set()
+        self._wakes: set[tuple[Sequence, int]] = set()
 
     def lookup(self, sequence: Sequence, plan: Lookup) -> None:
         """Ask the master; the answer is as of the moment it arrives."""
         self._clock.after(self._path.lookup_ps(count_blocks(plan.blocks)), partial(self._answer, sequence, plan))
 
-    def wake_at(self, at_ns: int) -> None:
-        """Let the instance schedule at that time."""
-        if at_ns not in self._wakes_ns:
-            self._wakes_ns.add(at_ns)
-            self._clock.at(max(at_ns * PS_PER_NS, self._clock.now_ps), partial(self._wake, at_ns))
+    def wake_at(self, sequence: Sequence, at_ns: int) -> None:
+        """Let the instance schedule at that time, if the sequence is still to be considered again then."""
+        if (sequence, at_ns) not in self._wakes:
+            self._wakes.add((sequence, at_ns))
+            self._clock.at(max(at_ns * PS_PER_NS, self._clock.now_ps), partial(self._wake, sequence, at_ns))
 
     def load(self, sequence: Sequence, plan: Load) -> None:
         """Fetch what the pool still holds; what it lost since the lookup stays unwritten and is reported."""
@@ -91,9 +91,11 @@ class PoolClient:
             self._path.put_link.transfer(self._path.size_bytes(plan.blocks), done)
         self._planned_stores.clear()
 
-    def _wake(self, at_ns: int) -> None:
-        self._wakes_ns.discard(at_ns)
-        self._engine.post(_nothing)
+    def _wake(self, sequence: Sequence, at_ns: int) -> None:
+        self._wakes.discard((sequence, at_ns))
+        assert sequence.kv is not None
+        if sequence.kv.reconsider_at_ns == at_ns:
+            self._engine.post(_nothing)
 
     def _answer(self, sequence: Sequence, plan: Lookup) -> None:
         present = self._per_group(self._store.exists, sequence, plan.blocks)

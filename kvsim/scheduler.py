@@ -64,8 +64,8 @@ class Pool(Protocol):
     def store(self, sequence: Sequence, plan: Store) -> None:
         """Write from the sequence's blocks, which are pinned until `store_finished`."""
 
-    def wake_at(self, at_ns: int) -> None:
-        """Schedule again at that time at the latest: a question may be late by then."""
+    def wake_at(self, sequence: Sequence, at_ns: int) -> None:
+        """Schedule again at that time, if the sequence is still to be considered again then."""
 
 
 class Scheduler:
@@ -228,7 +228,7 @@ class Scheduler:
         match = self.blocks.match(sequence.segments, (sequence.num_tokens - 1) // self.limits.block_size)
         num_new = self._admit_matched(sequence, match, budget, now_ns)
         if not num_new and sequence.kv is not None and sequence.status is not Status.LOADING:
-            self._watch(sequence.kv, match)
+            self._watch(sequence, sequence.kv, match)
         return num_new
 
     def _admit_matched(self, sequence: Sequence, match: Match, budget: int, now_ns: int) -> int | None:
@@ -239,13 +239,13 @@ class Scheduler:
             return self._start_load(sequence, match, external_len)
         return self._admit_with(sequence, match, budget)
 
-    def _watch(self, kv: KVRequest, match: Match) -> None:
-        """Who was considered in vain is considered again when its offer ends, and whenever its local hit may shrink."""
+    def _watch(self, sequence: Sequence, kv: KVRequest, match: Match) -> None:
+        """Who was considered in vain is considered again when time changes the answer, or its local hit may shrink."""
         if match.num_free:
             self._watches_cached = True
-        if kv.offer_ends_ns is not None:
+        if kv.reconsider_at_ns is not None:
             assert self.pool is not None
-            self.pool.wake_at(kv.offer_ends_ns)
+            self.pool.wake_at(sequence, kv.reconsider_at_ns)
 
     def _external_len(self, sequence: Sequence, local_hit_len: int, now_ns: int) -> int | None:
         """Tokens the pool offers beyond the local hit; None while it has not answered."""
@@ -258,8 +258,6 @@ class Scheduler:
             return answer.num_tokens
         if isinstance(answer, Lookup):
             self.pool.lookup(sequence, answer)
-        else:
-            self.pool.wake_at(answer.until_ns)
         return None
 
     def _start_load(self, sequence: Sequence, match: Match, external_len: int) -> int | None:
