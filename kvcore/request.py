@@ -15,6 +15,7 @@ from enum import Enum
 
 from kvcore.errors import require
 from kvcore.planner import GroupRuns, Planner, common, count_blocks, minus, plus
+from kvcore.units import NS_PER_MS
 
 
 class State(Enum):
@@ -87,12 +88,14 @@ class Store:
 class PoolPolicy:
     """Patience with the pool.
 
-    `offer_ttl_ns`: how long an offer is repeated before the pool is asked again (the lease its lookup was granted).
+    `lookup_deadline_ns`: after this an unanswered question counts as a miss.
+    `offer_ttl_ns`: how long an offer is repeated before the pool is asked again; below the lease that a lookup grants
+    (5 s in older Mooncake masters, 10 s in 0.3.13).
     `max_load_attempts`: how many loads of a request may fail before it is offered nothing any more.
     """
 
-    lookup_deadline_ns: int
-    offer_ttl_ns: int
+    lookup_deadline_ns: int = 100 * NS_PER_MS
+    offer_ttl_ns: int = 4_000 * NS_PER_MS
     max_load_attempts: int = 2
 
     def __post_init__(self) -> None:

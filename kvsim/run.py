@@ -158,8 +158,8 @@ def _shared_pool(scenario: Scenario, clock: Clock) -> SharedPool | None:
     planner = Planner(ModelSpec((FullAttention(scenario.engine.block_size),)), pool.retention_interval)
     policy = PoolPolicy(
         lookup_deadline_ns=pool.lookup_deadline_ms * NS_PER_MS,
-        offer_ttl_ns=max(pool.lease_ttl_ms, pool.lookup_deadline_ms) * NS_PER_MS,
-        max_load_attempts=link.max_load_attempts,
+        offer_ttl_ns=pool.offer_ttl_ms * NS_PER_MS,
+        max_load_attempts=pool.max_load_attempts,
     )
     paths = tuple(_path(pool, link, scenario.block_bytes, clock) for _ in range(scenario.cluster.instances))
     return SharedPool(store, planner, policy, paths)

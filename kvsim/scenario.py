@@ -12,10 +12,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from kvcore.request import PoolPolicy
+from kvcore.units import NS_PER_MS
 from kvsim import catalog, toml
 from kvsim.catalog import Device, LlmModel
 from kvsim.clock import PS_PER_NS, PS_PER_US
 from kvsim.toml import Count, InvalidToml, PositiveCount, Table
+
+_PATIENCE = PoolPolicy()
+"""What the connector's patience with the pool is unless told otherwise."""
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 PositiveRatio = Annotated[float, Field(gt=0, le=1)]
@@ -85,14 +90,18 @@ class PoolConfig(Table):
     200 calls, 2026-11-29); add the network's own."""
     lookup_per_key_ns: Count = 1_000
     """Slope of the same measurement: 8,192 present keys took 8.0 ms (absent ones 4.5 ms)."""
-    lookup_deadline_ms: PositiveCount = 100
+    lookup_deadline_ms: PositiveCount = _PATIENCE.lookup_deadline_ns // NS_PER_MS
     """A lookup that takes longer is a miss."""
+    offer_ttl_ms: PositiveCount = _PATIENCE.offer_ttl_ns // NS_PER_MS
+    """How long a request that finds no room is offered the same hit before the pool is asked again."""
+    max_load_attempts: PositiveCount = _PATIENCE.max_load_attempts
+    """After so many failed loads a request recomputes what it was promised."""
     lease_ttl_ms: Count = 10_000
     """`default_kv_lease_ttl`: an object found by a lookup is not evicted for this long."""
     eviction_high_watermark_ratio: PositiveRatio = 0.9
     eviction_ratio: PositiveRatio = 0.05
-    retention_interval: PositiveCount | None = None
-    """Tokens between stored boundaries of sparse groups; None stores every block."""
+    retention_interval: Count | None = None
+    """Tokens between the boundaries that a writer of a sparse group keeps; 0 keeps the replay boundary only."""
 
     def lookup_ps(self, num_keys: int) -> int:
         """How long the master takes to answer for `num_keys` keys."""
@@ -107,8 +116,6 @@ class LinkConfig(Table):
     bandwidth_bytes_per_s: PositiveCount = 9_878_424_780
     """9.2 GiB/s, a vLLM instance's measured get from the Mooncake store (public notes of fork ivanium/vllm, PR 5, April
     2026). The NIC's line rate is 50e9 per H100; the bare transfer engine has reached 23.75e9 per 400 Gb/s NIC."""
-    max_load_attempts: PositiveCount = 2
-    """After so many failed loads a request recomputes what it was promised."""
 
 
 class AgenticWorkload(Table):

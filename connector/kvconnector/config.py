@@ -14,6 +14,12 @@ from enum import Enum
 from pathlib import Path
 
 from kvcore.errors import InvalidArgument, require
+from kvcore.request import PoolPolicy
+from kvcore.units import NS_PER_MS
+
+PATIENCE = PoolPolicy()
+LOOKUP_DEADLINE_MS = PATIENCE.lookup_deadline_ns // NS_PER_MS
+OFFER_TTL_MS = PATIENCE.offer_ttl_ns // NS_PER_MS
 
 CONFIG_PATH_VARIABLE = "MOONCAKE_CONFIG_PATH"
 
@@ -76,11 +82,11 @@ class ConnectorConfig:
 
     pool: PoolConfig
     role: Role = Role.BOTH
-    lookup_deadline_ms: int = 50
+    lookup_deadline_ms: int = LOOKUP_DEADLINE_MS
     load_deadline_ms: int = 10_000
     store_deadline_ms: int = 30_000
-    offer_ttl_ms: int = 4_000
-    max_load_attempts: int = 2
+    offer_ttl_ms: int = OFFER_TTL_MS
+    max_load_attempts: int = PATIENCE.max_load_attempts
     model_id: str = ""
     namespace: Mapping[str, str] = field(default_factory=dict)
 
@@ -107,11 +113,11 @@ def read_config(
     config = ConnectorConfig(
         pool=pool,
         role=_role(kv_role),
-        lookup_deadline_ms=source.count("lookup_deadline_ms", 50, at_least=1),
+        lookup_deadline_ms=source.count("lookup_deadline_ms", LOOKUP_DEADLINE_MS, at_least=1),
         load_deadline_ms=source.count("load_deadline_ms", 10_000, at_least=1),
         store_deadline_ms=source.count("store_deadline_ms", 30_000, at_least=1),
-        offer_ttl_ms=source.count("offer_ttl_ms", 4_000, at_least=1),
-        max_load_attempts=source.count("max_load_attempts", 2, at_least=0),
+        offer_ttl_ms=source.count("offer_ttl_ms", OFFER_TTL_MS, at_least=1),
+        max_load_attempts=source.count("max_load_attempts", PATIENCE.max_load_attempts, at_least=0),
         model_id=source.text("model_id", ""),
         namespace=source.texts("namespace"),
     )
