@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 WEIGHT_STD = 0.15
 CONFIGS = json.loads(Path(__file__).with_name("tiny_models.json").read_text())
@@ -15,6 +14,8 @@ CONFIGS = json.loads(Path(__file__).with_name("tiny_models.json").read_text())
 
 def write_tiny_model(name, folder, seed=0):
     """Write model `name` of tiny_models.json into `folder`, and return the folder as the engine's model path."""
+    from safetensors.numpy import save_file  # comes with the engine
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIGS[name]

@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ METADATA = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"
 # What a room may import that is on PyPI: the base install, and the extra that belongs to it.
 EXTRA_OF = {"kvcore": (), "kvconnector": ("connector",), "kvsim": ("sim",)}
 ENGINE = {"vllm", "torch", "mooncake"}
+COMES_WITH_ENGINE = {"safetensors", "transformers"}
 COMES_WITH = {"vllm": "torch", "pydantic": "pydantic_core"}
 
 
@@ -75,10 +77,30 @@ def test_third_party_imports_are_declared(package):
 
 
 def test_tests_can_be_collected_without_an_engine():
-    for path in (PROJECT / "tests").rglob("test_*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        top = Module(path.stem, "\n".join(ast.unparse(node) for node in tree.body if is_import(node)))
-        assert not ENGINE & {name.partition(".")[0] for name in imports(top)}, path
+    for path in [*(PROJECT / "tests").rglob("test_*.py"), *(PROJECT / "tests").rglob("conftest.py")]:
+        loaded = {name.partition(".")[0] for name in loaded_with(path.read_text(encoding="utf-8"))}
+        assert not (ENGINE | COMES_WITH_ENGINE) & loaded, path
+
+
+def test_what_a_helper_imports_counts():
+    assert "tests.support" in loaded_with("from tests.kvsim import test_hits\n") >= {"numpy"}
+    assert "numpy" not in loaded_with("def f():\n    import numpy\n")
+
+
+def loaded_with(text: str) -> set[str]:
+    """What loading a test module with this text imports: at its top, and at the tops of the helpers it loads."""
+    found: set[str] = set()
+    new = top_imports(text)
+    while new:
+        found |= new
+        files = [(PROJECT / Path(*name.split("."))).with_suffix(".py") for name in new if name.startswith("tests.")]
+        new = {name for file in files if file.exists() for name in top_imports(file.read_text("utf-8"))} - found
+    return found
+
+
+def top_imports(text: str) -> set[str]:
+    """What is imported outside functions."""
+    return imports(Module("", "\n".join(ast.unparse(node) for node in ast.parse(text).body if is_import(node))))
 
 
 def is_import(node: ast.stmt) -> bool:
