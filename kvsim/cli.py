@@ -1,9 +1,9 @@
 """The command line: `kvsim run`, `hits`, `trace stats`, `scenarios`, `demo`.
 
 Results on standard output (a table, or with --json exactly one JSON document), everything else on standard error.
-Exit codes: 0; 1 when no request completed, when the disk does not take --out, or for a bug (with its traceback); 2 for
-a mistake of the caller's, said in one line. A trace's path counts from where the command runs.
-Imports are inside the functions: --help and `hits` start without the simulator.
+Exit codes: 0; 1 when no request completed, when what was to be written could not be, or for a bug (with its traceback);
+2 for a mistake of the caller's, said in one line. A trace's path counts from where the command runs.
+Imports are inside the functions: --help and `hits` start without the simulator and what it stands on.
 """
 
 import os
@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from enum import StrEnum
+from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import typer
+import click
 
 from kvsim.document import Document, to_json
 
@@ -27,95 +27,97 @@ if TYPE_CHECKING:
     from kvsim.scenario import Scenario
     from kvsim.workload.trace import Trace
 
+FORMATS = ("mooncake", "claude-code")
+FAST, VLLM = "fast", "vllm"
 DEMO = ("nopool-16", "pool-16")
 
-app = typer.Typer(
-    help="Simulate a fleet of LLM inference engines with a shared pool of KV blocks.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+trace_argument = click.argument("trace", metavar="TRACE")
+format_option = click.option(
+    "--format", "trace_format", type=click.Choice(FORMATS), help="The trace's format, else told by its content."
 )
-trace_app = typer.Typer(help="Look at traces.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(trace_app, name="trace")
-
-
-class Format(StrEnum):
-    """Names of trace formats."""
-
-    MOONCAKE = "mooncake"
-    CLAUDE_CODE = "claude-code"
-
-
-class Engine(StrEnum):
-    """What schedules: the fast engine, or the installed vLLM's own scheduler."""
-
-    FAST = "fast"
-    VLLM = "vllm"
-
-
-TracePath = Annotated[str, typer.Argument(metavar="TRACE", help="A trace file, or a folder of sessions.")]
-FormatOption = Annotated[Format | None, typer.Option("--format", help="The trace's format; its content tells.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Parse the trace anew.")]
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+no_cache_option = click.option("--no-cache", is_flag=True, help="Parse the trace anew.")
 
 
 def main() -> None:
     """The console script."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has seen enough ends this quietly
-    try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    signal.signal(signal.SIGINT, end_quietly)
+    sys.stdout, sys.stderr = sys.stdout or StringIO(), sys.stderr or StringIO()  # closed by the caller: None
+    if not __debug__:
+        refuse("kvsim checks its results by assertions, which PYTHONOPTIMIZE takes out: run it without")
+    app()
+
+
+def end_quietly(number: int, _frame: object) -> None:
+    """A signal's handler: what is open is left in order, and the exit code is a shell's."""
+    sys.exit(128 + number)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kvtwin", message="kvtwin %(version)s")
+def app() -> None:
+    """Simulate a fleet of LLM inference engines with a shared pool of KV blocks."""
 
 
 @app.command()
+@click.argument("scenario", metavar="SCENARIO")
+@click.option("--trace", metavar="PATH", help="Serve this trace instead of the scenario's workload.")
+@format_option
+@click.option("--seed", type=int, help="Instead of the scenario's.")
+@click.option("--out", metavar="FOLDER", help="Write the result into this new or empty folder.")
+@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Change the scenario; repeatable.")
+@click.option("--engine", type=click.Choice([FAST, VLLM]), default=FAST, show_default=True, help="Who schedules.")
+@json_option
+@no_cache_option
 def run(
-    scenario: Annotated[
-        str, typer.Argument(metavar="SCENARIO", help="A TOML file, or a name `kvsim scenarios` shows.")
-    ],
-    trace: Annotated[str | None, typer.Option("--trace", help="Serve this trace instead of the scenario's.")] = None,
-    trace_format: FormatOption = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Instead of the scenario's.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the result into this new or empty folder.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Repeatable.")
-    ] = None,
-    engine: Annotated[Engine, typer.Option("--engine", help="Who schedules.")] = Engine.FAST,
-    as_json: AsJson = False,
-    no_cache: NoCache = False,
+    scenario: str,
+    trace: str | None,
+    trace_format: str | None,
+    seed: int | None,
+    out: str | None,
+    settings: tuple[str, ...],
+    engine: str,
+    as_json: bool,
+    no_cache: bool,
 ) -> None:
-    """Simulate a scenario."""
+    """Simulate a scenario.
+
+    SCENARIO is a TOML file, or a name that `kvsim scenarios` shows.
+    """
     from kvsim import results
 
     with mistakes_in_one_line():
-        overrides = [*(settings or ()), *([] if seed is None else [f"scenario.seed={seed}"])]
+        overrides = [*settings, *([] if seed is None else [f"scenario.seed={seed}"])]
         config = load_scenario(scenario, overrides, trace, trace_format)
         simulate = engine_for(engine, config)
-        if out is not None:
-            results.claim(out)
+        folder = None if out is None else results.claim(os.path.expanduser(out))
         simulation = simulate(config, load_workload(config, no_cache))
     run_to_end(simulation, as_json)
     result = results.document(simulation, engine, process_age_s)
     try:
-        if out is not None:
-            write_out(out, simulation, result)
+        if folder is not None:
+            write_out(folder, simulation, result)
     finally:
         show(result, "run", as_json)
     if not result["requests_completed"]:
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 @app.command()
+@trace_argument
+@click.option("--capacity-blocks", required=True, metavar="N,N,...", help="Sizes of the cache, in blocks of the trace.")
+@click.option("--policy", default="lru", show_default=True, metavar="NAME,...", help="Of lru, fifo, opt.")
+@format_option
+@json_option
+@no_cache_option
 def hits(
-    trace: TracePath,
-    capacity_blocks: Annotated[str, typer.Option("--capacity-blocks", metavar="N,N,...", help="Sizes of the cache.")],
-    policy: Annotated[str, typer.Option("--policy", metavar="NAME,...", help="lru, fifo, opt.")] = "lru",
-    trace_format: FormatOption = None,
-    as_json: AsJson = False,
-    no_cache: NoCache = False,
+    trace: str, capacity_blocks: str, policy: str, trace_format: str | None, as_json: bool, no_cache: bool
 ) -> None:
-    """Hit rates of a cache, by capacity and policy."""
+    """Hit rates of a cache, by capacity and policy.
+
+    TRACE is a file, or a folder of sessions. Its blocks are 512 tokens (mooncake) or 64 (claude-code).
+    """
     from kvcore.errors import require
     from kvsim import hits as curves
 
@@ -125,23 +127,35 @@ def hits(
         for name in policies:
             require(name in curves.CURVES, "--policy", name, f"one of {', '.join(curves.CURVES)}")
         loaded = load_trace(trace, trace_format, no_cache)
-    show(curves.hits(loaded, capacities, policies).to_json(), "hits", as_json)
+    report = curves.hits(loaded, capacities, policies).to_json()
+    show(report, "hits", as_json, loaded.granule_len)
 
 
-@trace_app.command("stats")
-def trace_stats(
-    trace: TracePath, trace_format: FormatOption = None, as_json: AsJson = False, no_cache: NoCache = False
-) -> None:
-    """What a trace holds: counts, lengths, reuse."""
-    with mistakes_in_one_line():
-        loaded = load_trace(trace, trace_format, no_cache)
+@app.group("trace")
+def trace_group() -> None:
+    """Look at traces."""
+
+
+@trace_group.command("stats")
+@trace_argument
+@format_option
+@json_option
+@no_cache_option
+def trace_stats(trace: str, trace_format: str | None, as_json: bool, no_cache: bool) -> None:
+    """What a trace holds: counts, lengths, reuse.
+
+    TRACE is a file, or a folder of sessions.
+    """
     from kvsim.workload.stats import stats
 
+    with mistakes_in_one_line():
+        loaded = load_trace(trace, trace_format, no_cache)
     show(stats(loaded), "trace_stats", as_json)
 
 
 @app.command()
-def scenarios(as_json: AsJson = False) -> None:
+@json_option
+def scenarios(as_json: bool) -> None:
     """Shipped scenarios."""
     from kvsim import scenario
 
@@ -150,7 +164,7 @@ def scenarios(as_json: AsJson = False) -> None:
 
 @app.command()
 def demo() -> None:
-    """The shipped scenarios, with and without a pool."""
+    """The shipped scenarios, without a pool and with one."""
     from kvsim import results, tables
     from kvsim.run import simulation
 
@@ -159,7 +173,7 @@ def demo() -> None:
         config = load_scenario(name, [], None, None)
         running = simulation(config, load_workload(config, no_cache=True))
         run_to_end(running, as_json=False)
-        compared.append(results.document(running, Engine.FAST, process_age_s))
+        compared.append(results.document(running, FAST, process_age_s))
     tables.console().print(tables.comparison(*compared))
 
 
@@ -177,8 +191,13 @@ def mistakes_in_one_line() -> Iterator[None]:
 
         if not isinstance(error, InvalidArgument | TraceError):
             raise
-        print(one_line(str(error)), file=sys.stderr)
-        raise typer.Exit(2) from None
+        refuse(str(error))
+
+
+def refuse(message: str) -> NoReturn:
+    """End the command for a mistake of the caller's."""
+    print(one_line(message), file=sys.stderr)
+    sys.exit(2)
 
 
 def one_line(message: str) -> str:
@@ -190,29 +209,30 @@ def positive(option: str, text: str) -> int:
     """The positive integer that `text` is; raises InvalidArgument."""
     from kvcore.errors import require
 
-    require(
-        text.isascii() and text.isdigit() and int(text) > 0, option, text, "integers of at least 1, as in 1000,20000"
-    )
+    is_number = text.isascii() and text.isdigit() and len(text) <= 18
+    require(is_number and int(text) > 0, option, text, "integers from 1 to 10**18, as in 1000,20000")
     return int(text)
 
 
-def load_scenario(source: str, overrides: Sequence[str], trace: str | None, fmt: Format | None) -> "Scenario":
+def load_scenario(source: str, overrides: Sequence[str], trace: str | None, fmt: str | None) -> "Scenario":
     """The scenario, serving `trace` when there is one; raises InvalidArgument."""
     from kvcore.errors import require
     from kvsim import scenario, toml
 
     if trace is None:
-        require(fmt is None, "--format", str(fmt), "--trace with it")
+        require(fmt is None, "--format", fmt, "--trace with it")
         return scenario.load(source, overrides)
-    given = {"trace": trace, "format": None if fmt is None else fmt.value}
-    return scenario.load(source, overrides, toml.validate(scenario.TraceWorkload, given, "--trace"))
+    workload = toml.validate(scenario.TraceWorkload, {"trace": trace, "format": fmt}, "--trace")
+    return scenario.load(source, overrides, workload)
 
 
-def load_trace(path: str, fmt: Format | None, no_cache: bool) -> "Trace":
+def load_trace(path: str, fmt: str | None, no_cache: bool) -> "Trace":
     """The trace at `path`; raises TraceError."""
+    from kvcore.errors import require
     from kvsim.workload.load import load_trace
 
-    return load_trace(path, fmt, use_cache=not no_cache)
+    require(path, "TRACE", path, "a file, or a folder of sessions")
+    return load_trace(os.path.expanduser(path), fmt, use_cache=not no_cache)
 
 
 def load_workload(config: "Scenario", no_cache: bool) -> "Trace":
@@ -222,9 +242,9 @@ def load_workload(config: "Scenario", no_cache: bool) -> "Trace":
     return trace_of(config, use_cache=not no_cache)
 
 
-def engine_for(engine: Engine, config: "Scenario") -> Callable[["Scenario", "Trace"], "Simulation"]:
+def engine_for(engine: str, config: "Scenario") -> Callable[["Scenario", "Trace"], "Simulation"]:
     """What makes a simulation with this engine; raises InvalidArgument when it cannot here."""
-    if engine is Engine.FAST:
+    if engine == FAST:
         from kvsim.run import simulation
 
         return simulation
@@ -251,23 +271,35 @@ def vllm_engine(config: "Scenario") -> Callable[["Scenario", "Trace"], "Simulati
 
 
 def run_to_end(simulation: "Simulation", as_json: bool) -> None:
-    """Run, with a progress bar where somebody is looking."""
+    """Run, with a progress bar where somebody is looking; times that no clock holds are a mistake of the caller's."""
     import gc
 
+    from kvsim.events import TooLong
+
     gc.set_threshold(100_000, 50, 50)  # a simulation makes many small objects, and next to no cycles
-    with progress(simulation) if sys.stderr.isatty() and not as_json else nullcontext():
-        simulation.run()
+    try:
+        with progress(simulation) if sys.stderr.isatty() and not as_json else nullcontext():
+            simulation.run()
+    except TooLong as error:
+        refuse(str(error))
 
 
 def write_out(folder: Path, simulation: "Simulation", result: Document) -> None:
-    """Write the result into the folder; a disk that does not take it ends the command with one line and exit code 1."""
+    """Write the result into the folder."""
     from kvsim import results
 
-    try:
+    with failing_in_one_line(f"--out = {str(folder)!r}"):
         results.write(folder, simulation, result)
+
+
+@contextmanager
+def failing_in_one_line(target: str) -> Iterator[None]:
+    """A disk that does not take what is written ends the command with one line and exit code 1."""
+    try:
+        yield
     except OSError as error:
-        print(one_line(f"--out = {str(folder)!r}: not written: {error.strerror}"), file=sys.stderr)
-        raise typer.Exit(1) from None
+        print(one_line(f"{target}: not written: {error.strerror}"), file=sys.stderr)
+        sys.exit(1)
 
 
 def progress(simulation: "Simulation") -> Any:
@@ -278,15 +310,16 @@ def progress(simulation: "Simulation") -> Any:
     return RunProgress(simulation, console(stderr=True))
 
 
-def show(result: Document, table: str, as_json: bool) -> None:
-    """Print as JSON, or as the table of this name in `kvsim.tables`."""
-    if as_json:
-        sys.stdout.write(to_json(result))
-        return
-    from kvsim import tables
+def show(result: Document, table: str, as_json: bool, *context: int) -> None:
+    """Print as JSON, or as the table of this name in `kvsim.tables`, which may need some context."""
+    with failing_in_one_line("standard output"):
+        if as_json:
+            print(to_json(result), end="", flush=True)
+            return
+        from kvsim import tables
 
-    render: Callable[[Document], RenderableType] = getattr(tables, table)
-    tables.console().print(render(result))
+        render: Callable[..., RenderableType] = getattr(tables, table)
+        tables.console().print(render(result, *context))
 
 
 def process_age_s() -> float:

@@ -4,6 +4,9 @@ import hashlib
 from array import array
 from enum import IntEnum
 
+from kvcore.errors import InvalidArgument
+from kvsim.clock import PS_PER_S
+
 
 class Kind(IntEnum):
     """What happened to a request; `a` and `b` are what the event carries."""
@@ -26,6 +29,13 @@ class Kind(IntEnum):
     """a: output_len, b: instance."""
 
 
+class TooLong(InvalidArgument):
+    """A simulation that goes on for longer than the log can write down."""
+
+    def __init__(self, time_ps: int) -> None:
+        super().__init__("simulated_s", time_ps // PS_PER_S, f"less than {2**63 // PS_PER_S}: 2**63 ps, 106 days")
+
+
 class EventLog:
     """Events in the order they happened, as one flat array of (time_ps, kind, request, a, b)."""
 
@@ -35,8 +45,11 @@ class EventLog:
         self.rows = array("q")
 
     def add(self, time_ps: int, kind: Kind, request: int, a: int = 0, b: int = 0) -> None:
-        """Append one event."""
-        self.rows.extend((time_ps, kind, request, a, b))
+        """Append one event; raises TooLong."""
+        try:
+            self.rows.extend((time_ps, kind, request, a, b))
+        except OverflowError:
+            raise TooLong(time_ps) from None
 
     def __len__(self) -> int:
         return len(self.rows) // self.WIDTH

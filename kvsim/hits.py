@@ -73,7 +73,7 @@ def hits(
     for name in policies:
         require(name in curves, "policy", name, f"one of {', '.join(curves)}")
     for capacity_blocks in capacities_blocks:
-        require(capacity_blocks > 0, "capacity_blocks", capacity_blocks, "at least 1")
+        require(0 < capacity_blocks < 2**63, "capacity_blocks", capacity_blocks, "at least 1, less than 2**63")
     accesses = Accesses(trace)
     return HitsReport(
         requests=trace.num_requests,

@@ -20,7 +20,7 @@ class RunProgress(Progress):
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("requests, simulated {task.fields[simulated]}, hit rate {task.fields[hit_rate]}, left"),
+            TextColumn("requests at {task.fields[simulated]}, hit rate {task.fields[hit_rate]}, left"),
             TimeRemainingColumn(compact=True),
             console=console,
             refresh_per_second=REFRESH_PER_S,

@@ -57,8 +57,9 @@ def digest(log: EventLog, decided: str) -> str:
     return sha256(f"{log.digest()} {decided}".encode()).hexdigest()[:16]
 
 
-def claim(folder: Path) -> None:
-    """Make sure that results can go into the folder; raises InvalidArgument unless it is new or empty."""
+def claim(path: str) -> Path:
+    """The folder that results can go into; raises InvalidArgument unless it is new or empty."""
+    folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
@@ -66,6 +67,7 @@ def claim(folder: Path) -> None:
         raise InvalidArgument("--out", str(folder), f"a folder that can be made ({error.strerror})") from None
     if not is_empty:
         raise InvalidArgument("--out", str(folder), OUT_EXPECTED)
+    return folder
 
 
 def write(folder: Path, simulation: Simulation, result: Document) -> None:

@@ -1,6 +1,7 @@
 """The one configuration object of a simulation: a TOML file or a shipped name, plus `section.key=value` overrides."""
 
 import difflib
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -10,8 +11,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
+from kvcore.errors import clipped
 from kvcore.request import PoolPolicy
 from kvcore.units import NS_PER_MS
 from kvsim import catalog, toml
@@ -59,7 +61,7 @@ class DeviceChoice(Table):
 class ClusterConfig(Table):
     """Identical instances behind one router."""
 
-    instances: PositiveCount
+    instances: Annotated[PositiveCount, Field(le=65_536)]
     gpus_per_instance: Literal[1] = 1
     routing: Literal["round_robin"] = "round_robin"
 
@@ -74,8 +76,8 @@ class EngineConfig(Table):
     reserved_bytes: Count = 3_274_912_563
     """GPU memory that is neither weights nor KV: activation peak 1.26 GiB + non-torch 1.79 GiB, as vLLM's profiling run
     printed for an 8B Llama on one H100 (github.com/vllm-project/vllm/pull/10511, 2024-12-14)."""
-    num_gpu_blocks: PositiveCount | None = None
-    """Overrides the number derived from memory."""
+    num_gpu_blocks: Annotated[PositiveCount, Field(ge=2)] | None = None
+    """Overrides the number derived from memory. One of them holds nothing, vLLM's null block."""
     watermark: Ratio = 0.0
     """Share of the blocks kept free when a waiting request is admitted; vLLM's KVCacheManager(watermark=0.0)."""
 
@@ -140,7 +142,7 @@ class AgenticWorkload(Table):
 class TraceWorkload(Table):
     """A recorded trace; the format is sniffed by content when not given."""
 
-    trace: Annotated[str, Field(min_length=1)]
+    trace: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), AfterValidator(os.path.expanduser)]
     format: Literal["mooncake", "claude-code"] | None = None
 
 
@@ -171,7 +173,7 @@ class Scenario(Table):
     def _consistent(self) -> "Scenario":
         if (self.pool is None) != (self.link is None):
             raise ValueError("both [pool] and [link], or neither")
-        if self.num_gpu_blocks <= 0:
+        if self.num_gpu_blocks < 2:
             raise ValueError("weights and engine.reserved_bytes below device memory x engine.gpu_memory_utilization")
         return self
 
@@ -218,6 +220,8 @@ def load(source: str, overrides: Iterable[str] = (), trace: TraceWorkload | None
     data = toml.read(path)
     origin = path.name if path.name.removesuffix(".toml") == source else source
     for override in overrides:
+        if trace is not None and override.lstrip().startswith("workload."):
+            raise _wrong(override, "no setting of [workload] beside a trace, which replaces it")
         _apply(data, override)
     if trace is not None:
         data["workload"] = trace
@@ -232,9 +236,9 @@ def scenarios() -> dict[str, str]:
 def _path(source: str) -> Traversable:
     if source in _shipped_names():
         return _shipped() / f"{source}.toml"
-    if source.endswith(".toml") or Path(source).exists():
+    if source.endswith(".toml") or os.path.exists(source):  # which takes any text, Path.exists() does not
         return Path(source)
-    raise InvalidToml(source, "", None, f"a .toml file or {_hint(source, _shipped_names())}")
+    raise InvalidToml(clipped(source), "", None, f"a .toml file or {_hint(source, _shipped_names())}")
 
 
 def _shipped() -> Traversable:
@@ -251,19 +255,24 @@ def _apply(data: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
-        raise InvalidToml(f"--set {override}", "", None, "section.key=value")
+        raise _wrong(override, "section.key=value")
     for key in keys[:-1]:
         data = data.setdefault(key, {})
         if not isinstance(data, dict):
-            raise InvalidToml(f"--set {override}", "", None, f"a section, and {key} is a value")
+            raise _wrong(override, f"a section, and {key} is a value")
     data[keys[-1]] = _value(text.strip())
+
+
+def _wrong(override: str, expected: str) -> InvalidToml:
+    return InvalidToml(f"--set {clipped(override)}", "", None, expected)
 
 
 def _value(text: str) -> object:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return found["value"] if len(found) == 1 else text
 
 
 def _one_of(name: str, known: list[str]) -> str:

@@ -13,7 +13,7 @@ MISSING = "-"
 MARKS = ("p50", "p90", "p99", "mean")
 
 COMPARED = (
-    ("cache hit rate", "hit_rate", "{:.1%}"),
+    ("hit rate, of prompt tokens", "hit_rate", "{:.1%}"),
     ("  local", "hit_rate_local", "{:.1%}"),
     ("  from the pool", "hit_rate_external", "{:.1%}"),
     ("TTFT p50, s", "ttft_s.p50", "{:,.3f}"),
@@ -21,7 +21,7 @@ COMPARED = (
     ("TTFT p99, s", "ttft_s.p99", "{:,.3f}"),
     ("TPOT p50, ms", "tpot_ms.p50", "{:,.2f}"),
     ("E2E p50, s", "e2e_s.p50", "{:,.2f}"),
-    ("tokens/s per GPU", "throughput_tokens_per_s_per_gpu", "{:,.0f}"),
+    ("tokens/s per GPU, in and out", "throughput_tokens_per_s_per_gpu", "{:,.0f}"),
     ("simulated, s", "simulated_s", "{:,.1f}"),
 )
 """(label, key, format) of each row of a comparison."""
@@ -48,7 +48,7 @@ def run(result: Document) -> RenderableType:
     facts = {
         "requests": "; ".join([requests, *reasons]),
         "hit rate": _hit_rates(result),
-        "throughput": f"{throughput} tokens/s, {per_gpu} per GPU, {result['num_gpus']} GPUs",
+        "throughput": f"{throughput} tokens/s in and out, {per_gpu} per GPU, {result['num_gpus']} GPUs",
         "preemptions": f"{result['preemptions']:,}; late misses {result['late_misses']:,} blocks",
         "simulated": f"{result['simulated_s']:,.1f} s in {result['wall_s']:,.1f} s, {result['events']:,} events",
         "digest": f"{result['digest']}, decisions {result['decisions_digest']}, invariants {result['invariants']}",
@@ -67,15 +67,16 @@ def comparison(left: Document, right: Document) -> RenderableType:
     return Group(Text(f"{title}; ratio of {right['scenario']} to {left['scenario']}", "bold"), table)
 
 
-def hits(report: Document) -> RenderableType:
-    """Hit rates by capacity and policy."""
+def hits(report: Document, block_len: int) -> RenderableType:
+    """Hit rates by capacity and policy; `block_len` is what a capacity counts."""
     total, last_half = report["total_tokens"], report["last_half_tokens"]
-    table = _table("policy", "capacity, blocks", "hit tokens", "hit rate", "last half")
+    table = _table("policy", "capacity, blocks", "hit tokens", "hit rate", "last half of requests")
     points = [(name, f"{p['capacity_blocks']:,}", p) for name, curve in report["policies"].items() for p in curve]
     for name, capacity, point in [*points, ("any", "no bound", report["infinite"])]:
         rates = _percent(point["hit_tokens"], total), _percent(point["last_half_hit_tokens"], last_half)
         table.add_row(name, capacity, f"{point['hit_tokens']:,}", *rates)
-    return Group(Text(f"{report['requests']:,} requests, {total:,} prompt tokens", "bold"), table)
+    title = f"{report['requests']:,} requests, {total:,} prompt tokens in blocks of {block_len}"
+    return Group(Text(title, "bold"), table)
 
 
 def trace_stats(stats: Document) -> RenderableType:
@@ -96,7 +97,7 @@ def scenarios(descriptions: Mapping[str, str]) -> RenderableType:
 
 def _hit_rates(result: Document) -> str:
     whole, local, external = (_shown(result, key, form) for _, key, form in COMPARED[:3])
-    return f"{whole}: local {local}, from the pool {external}"
+    return f"{whole} of prompt tokens: local {local}, from the pool {external}"
 
 
 def _latencies(result: Document) -> Table:

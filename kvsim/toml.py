@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from kvcore.errors import InvalidArgument
+from kvcore.errors import InvalidArgument, clipped, shown
 
 
 class Table(BaseModel):
@@ -40,8 +40,9 @@ class InvalidToml(InvalidArgument):
     def __init__(self, origin: str, key: str, value: object, expected: str) -> None:
         super().__init__(key, value, expected)
         self.origin = origin
-        shown = f"{key}: " if key and value is None else f"{key} = {value!r}: " if key else ""
-        self.args = (f"{origin}: {shown}expected {expected}",)
+        key = clipped(key)
+        found = f"{key}: " if key and value is None else f"{key} = {shown(value)}: " if key else ""
+        self.args = (f"{origin}: {found}expected {expected}",)
 
 
 def load(table: type[TableT], path: Traversable) -> TableT:
@@ -55,7 +56,7 @@ def read(path: Traversable) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidToml(str(path), "", None, f"a readable file ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidToml(str(path), "", None, f"TOML ({error})") from None
 
 

@@ -12,12 +12,13 @@ import numpy as np
 
 from kvcore.errors import require
 from kvsim.workload.builder import TraceBuilder
-from kvsim.workload.fields import seconds_to_ps
+from kvsim.workload.fields import MAX_SPAN_S, MAX_TOKENS, seconds_to_ps
 from kvsim.workload.trace import Trace
 
 FORMAT = "agentic"
 GRANULE_LEN = 64
 COMMON_STREAM = 0
+MAX_REQUESTS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,13 @@ class Agentic:
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("common_len", "first_len", "turn_len", "output_len", "delay_s", "start_spread_s"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        require(
-            self.common_len + self.first_len >= 1, "first_len", self.first_len, "a first prompt of at least 1 token"
-        )
+        first_len, requests = self.common_len + self.first_len, self.sessions * self.turns
+        require(first_len >= 1, "first_len", self.first_len, "a first prompt of at least 1 token")
+        require(requests <= MAX_REQUESTS, "sessions x turns", requests, f"at most {MAX_REQUESTS} requests")
+        last_len = self.input_len(self.turns - 1) + self.output_len
+        require(last_len < MAX_TOKENS, "last turn", last_len, "less than 2**32 tokens, answer included")
+        last_s = self.start_spread_s + (self.turns - 1) * self.delay_s
+        require(last_s < MAX_SPAN_S, "last start", last_s, f"start_spread_s and delays of less than {MAX_SPAN_S} s")
 
     def input_len(self, turn: int) -> int:
         """Prompt of the turn, counted from 0."""

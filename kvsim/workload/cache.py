@@ -20,11 +20,14 @@ UNUSABLE = (*UNWRITABLE, EOFError, ValueError, KeyError, IndexError, AssertionEr
 
 
 def fingerprint(path: Path, sources: Iterable[Path], reader: str) -> str:
-    """Changes when `reader` (format and version), the path, or a source file's name, size or time of change does."""
+    """Changes when `reader` (format and version), the path, or a source file's name, size or a time of change does.
+
+    Of the two times the one of the content can be set, as `cp -p` does; the one of the inode cannot.
+    """
     parts = [reader, str(path.absolute())]
     for source in sources:
         status = source.stat()
-        parts.append(f"{source.name} {status.st_size} {status.st_mtime_ns}")
+        parts.append(f"{source.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
     return "\n".join(parts)
 
 

@@ -43,9 +43,9 @@ PS_PER_MS = PS_PER_S // 1_000
 
 def session_files(path: Path) -> list[Path]:
     """The file itself, or the sessions of a folder in the order of their names, at least one."""
-    if not path.is_dir():
-        return [path]
     try:
+        if not path.is_dir():
+            return [path]
         found = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
     except OSError as error:
         raise files.unreadable(f"{path}:1", error) from None
@@ -62,7 +62,10 @@ def read(path: Path) -> Trace:
         head = parse_row(f"{file}:1", files.content(file))
         head.choice("block_size", (GRANULE_LEN,))
         head.choice("hash_id_scope", ("local",))
-        _Session(builder, number, streams, PrefixTree(streams)).add(head)
+        try:
+            _Session(builder, number, streams, PrefixTree(streams)).add(head)
+        except RecursionError:
+            raise head.error("requests", "groups of subagents that are nested less deeply") from None
     return builder.build(path.name, FORMAT, GRANULE_LEN)
 
 

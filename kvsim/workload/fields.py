@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import orjson
 
+from kvcore.errors import MAX_SHOWN_CHARACTERS, clipped, shown
 from kvcore.units import NS_PER_S
 from kvsim.workload.prefix_tree import Ids
 from kvsim.workload.trace import TraceError
@@ -13,14 +14,11 @@ PS_PER_S = 1_000 * NS_PER_S
 MAX_SPAN_S = 9_000_000
 """Longest recorded time span, 104 days: 63 bits of picoseconds hold 106."""
 MAX_TOKENS = 2**32
-MAX_SHOWN_CHARACTERS = 80
 
 
-def trace_error(where: str, field: str, shown: str, expected: str) -> TraceError:
+def trace_error(where: str, field: str, found: str, expected: str) -> TraceError:
     """A TraceError of one line: place, field, value and what was expected."""
-    if len(shown) > MAX_SHOWN_CHARACTERS:
-        shown = shown[: MAX_SHOWN_CHARACTERS - 3] + "..."
-    return TraceError(f"{where}: {field}, {shown}, expected {expected}")
+    return TraceError(f"{where}: {clipped(field)}, {clipped(found)}, expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +30,8 @@ class Row:
 
     def error(self, field: str, expected: str) -> TraceError:
         """What to raise when the field's value is not what was expected."""
-        shown = repr(self.values[field]) if field in self.values else "missing"
-        return trace_error(self.where, field, shown, expected)
+        found = shown(self.values[field]) if field in self.values else "missing"
+        return trace_error(self.where, field, found, expected)
 
     def tokens(self, field: str, at_least: int) -> int:
         """A number of tokens; a boolean or a float is none."""
@@ -79,7 +77,7 @@ class Row:
             except OverflowError:
                 pass
         index = next(i for i, value in enumerate(ids) if type(value) is not int or not 0 <= value < 2**64)
-        raise trace_error(self.where, f"{field}[{index}]", repr(ids[index]), "an integer, 0 <= id < 2**64")
+        raise trace_error(self.where, f"{field}[{index}]", shown(ids[index]), "an integer, 0 <= id < 2**64")
 
 
 def parse_row(where: str, text: bytes) -> Row:
@@ -87,15 +85,15 @@ def parse_row(where: str, text: bytes) -> Row:
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        shown = repr(text[:MAX_SHOWN_CHARACTERS])
-        raise trace_error(where, "JSON", shown, f"one JSON object ({error.msg})") from None
+        found = repr(text[:MAX_SHOWN_CHARACTERS])
+        raise trace_error(where, "JSON", found, f"one JSON object ({error.msg})") from None
     return as_row(where, value)
 
 
 def as_row(where: str, value: object) -> Row:
     """`value` as a Row, when it is a JSON object."""
     if type(value) is not dict:
-        raise trace_error(where, "JSON", repr(value), "a JSON object")
+        raise trace_error(where, "JSON", shown(value), "a JSON object")
     return Row(where, value)
 
 

@@ -1,16 +1,19 @@
 """Bytes of a trace's file, plain or gzip by content; a file that cannot be read is a TraceError of one line."""
 
 import gzip
+import stat
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, cast
+from typing import BinaryIO, cast
 
 from kvsim.workload.fields import trace_error
 from kvsim.workload.trace import TraceError
 
 GZIP_MAGIC = b"\x1f\x8b"
-HEAD_BYTES = 4096
+HEAD_BYTES = 65_536
+"""Room for every name of a Mooncake row whose prompt comes first and has thousands of ids."""
 
 # What an unreadable file or a broken gzip stream raises; BadGzipFile is an OSError.
 UNREADABLE = (OSError, EOFError, zlib.error)
@@ -52,8 +55,21 @@ def unreadable(where: str, error: Exception) -> TraceError:
     return trace_error(where, "file", reason, expected)
 
 
-def _open(path: Path) -> IO[bytes]:
-    """The file's bytes, decompressed when it starts like a gzip stream."""
+def is_stream(path: Path) -> bool:
+    """Whether what is read from it is gone: a pipe, a terminal."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """The file's bytes, decompressed when it starts like a gzip stream; opened once, for the sake of pipes."""
     with path.open("rb") as raw:
-        magic = raw.read(len(GZIP_MAGIC))
-    return cast(IO[bytes], gzip.open(path, "rb")) if magic == GZIP_MAGIC else path.open("rb")
+        if not raw.peek(len(GZIP_MAGIC)).startswith(GZIP_MAGIC):
+            yield raw
+            return
+        with gzip.open(raw, "rb") as decompressed:
+            yield cast(BinaryIO, decompressed)

@@ -36,6 +36,8 @@ def load_trace(path: str | Path, fmt: str | None = None, *, use_cache: bool = Tr
     if fmt is not None and fmt not in FORMATS:
         raise InvalidArgument("format", fmt, " or ".join(FORMATS))
     path = Path(path)
+    if files.is_stream(path):
+        return _from_stream(path, fmt)
     name = fmt or sniff(path)
     if not use_cache:
         return FORMATS[name].read(path)
@@ -48,6 +50,13 @@ def load_trace(path: str | Path, fmt: str | None = None, *, use_cache: bool = Tr
         trace = FORMATS[name].read(path)
         cache.store(path, current, trace)
     return trace
+
+
+def _from_stream(path: Path, fmt: str | None) -> Trace:
+    """What can be read but once is neither looked at before nor known again."""
+    if fmt is None:
+        raise trace_error(f"{path}:1", "format", "not given", f"one of {', '.join(FORMATS)}: a pipe is read only once")
+    return FORMATS[fmt].read(path)
 
 
 def sniff(path: Path) -> str:

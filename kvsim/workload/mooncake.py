@@ -48,6 +48,8 @@ def read(path: Path) -> Trace:
         last_ms = now_ms
         builder.start(round((now_ms - start_ms) * PS_PER_MS), after=None, delay_ps=0, session=len(builder))
         _add_content(builder, row, tree, next(streams))
+        if line.count(b'"') != 2 * len(FIELDS):  # in a row as it should be, nothing but names is quoted
+            raise trace_error(row.where, "JSON", "a field twice", "each field once")
     if not len(builder):
         raise trace_error(f"{path}:1", "file", "no rows", "one JSON object a line")
     return builder.build(path.name, FORMAT, GRANULE_LEN)

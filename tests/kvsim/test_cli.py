@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
-from kvsim.cli import Format, app, one_line
+from kvsim.cli import FORMATS, app, one_line
 from kvsim.events import Kind
-from kvsim.workload.load import FORMATS
+from kvsim.workload import load
 
 KVSIM = str(Path(sys.executable).parent / "kvsim")
 
@@ -176,7 +176,8 @@ def test_the_configuration_is_checked_before_the_trace_is_opened(tiny, tmp_path)
     assert "engine.block_size" in refused("run", tiny, "--trace", missing, "--set", "engine.block_size=0")
     assert "--out" in refused("run", tiny, "--trace", missing, "--out", tiny)
     assert "--policy" in refused("hits", missing, "--capacity-blocks", 10, "--policy", "lru,mru")
-    assert "--capacity-blocks" in refused("hits", missing, "--capacity-blocks", "10,0")
+    for wrong in ("10,0", "", "1,", "-5", "1e3", "1_0", "٣", "9" * 19, "9" * 5000):
+        assert "--capacity-blocks" in refused("hits", missing, "--capacity-blocks", wrong)
     assert str(missing) in refused("run", tiny, "--trace", missing)
 
 
@@ -205,6 +206,11 @@ def test_in_a_process_of_its_own_too(tiny, tmp_path):
     result = kvsim("run", tiny, "--bogus")
     assert (result.returncode, result.stdout) == (2, "")
     assert "--bogus" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_times_that_the_clock_does_not_hold_are_one_line(tmp_path, trace):
+    line = refused("run", "pool-16", "--trace", trace, "--set", "link.bandwidth_bytes_per_s=1")
+    assert re.fullmatch(r"simulated_s = \d+: expected less than 9223372: .*", line)
 
 
 def test_a_bad_scenario_is_one_line(tiny, tmp_path):
@@ -262,6 +268,8 @@ def test_a_wrong_use_exits_2_without_a_traceback(arguments):
 
 def test_values_that_no_trace_can_have_are_one_line(tiny):
     assert "--trace" in refused("run", tiny, "--trace", "")
+    assert "TRACE = ''" in refused("trace", "stats", "")
+    assert "[workload] beside a trace" in refused("run", tiny, "--trace", "x", "--set", "workload.turns=3")
     assert "--trace" in refused("run", tiny, "--trace", "\udcff")
     assert "--format" in refused("run", tiny, "--format", "mooncake")
     assert "scenario.seed = -1" in refused("run", tiny, "--seed", -1)
@@ -321,6 +329,13 @@ def test_out_overwrites_nothing(tiny, tmp_path):
     assert before == {path: path.read_bytes() for path in (tmp_path / "empty").iterdir()}
 
 
+def test_a_home_folder_is_found(tiny, trace, tmp_path):
+    home = {"HOME": str(tmp_path)}
+    assert kvsim("run", tiny, "--out=~/out", "--trace=~/trace.jsonl", cwd="/", **home).returncode == 0
+    assert (tmp_path / "out" / "metrics.json").exists()
+    assert kvsim("trace", "stats", "~/trace.jsonl", cwd="/", **home).returncode == 0
+
+
 def test_a_full_disk_keeps_the_report(tiny, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -358,14 +373,14 @@ def test_scenarios():
 
 
 def test_the_formats_of_the_command_line_are_those_of_the_readers():
-    assert {str(known) for known in Format} == set(FORMATS)
+    assert set(FORMATS) == set(load.FORMATS)
 
 
 def test_help_and_hits_start_without_the_simulator(trace):
     probe = (
-        "import sys; from typer.testing import CliRunner; from kvsim.cli import app\n"
+        "import sys; from click.testing import CliRunner; from kvsim.cli import app\n"
         f"CliRunner().invoke(app, {['hits', str(trace), '--capacity-blocks=5', '--json']!r}, catch_exceptions=False)\n"
-        "print([name for name in ('simpy', 'rich.table', 'kvsim.run', 'kvsim.scenario') if name in sys.modules])"
+        "print([name for name in ('simpy', 'pydantic', 'rich', 'kvsim.run', 'kvsim.scenario') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", probe], text=True, timeout=60) == "[]\n"
     imported = subprocess.check_output([sys.executable, "-c", "import kvsim.cli, sys; print('numpy' in sys.modules)"])
@@ -405,11 +420,38 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(tiny):
     assert child.returncode == -signal.SIGPIPE
 
 
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_output_that_cannot_be_written_is_one_line(trace, as_json):
+    with open("/dev/full", "w") as full:
+        child = subprocess.run([KVSIM, "trace", "stats", trace, *as_json], stdout=full, stderr=subprocess.PIPE)
+    assert child.returncode == 1
+    assert child.stderr == b"standard output: not written: No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("as_json", ["", "--json"])
+def test_streams_may_be_closed(tiny, closed, as_json):
+    child = subprocess.run(f"'{KVSIM}' run '{tiny}' {as_json} {closed}", shell=True, capture_output=True, timeout=60)
+    assert (child.returncode, child.stderr) == (0, b"")
+    assert bool(child.stdout) == (closed == "2>&-")
+
+
+def test_a_message_goes_nowhere_rather_than_to_standard_output():
+    child = subprocess.run(f"'{KVSIM}' trace stats none 2>&-", shell=True, capture_output=True, timeout=60)
+    assert (child.returncode, child.stdout) == (2, b"")
+
+
+def test_without_assertions_it_does_not_claim_to_have_checked(tiny):
+    assert "PYTHONOPTIMIZE" in refused("run", tiny, run=kvsim, PYTHONOPTIMIZE="1")
+
+
 def test_ctrl_c_ends_it_quietly(tiny, tmp_path):
     pipe = tmp_path / "trace.jsonl"
     os.mkfifo(pipe)
     child = subprocess.Popen(
-        [KVSIM, "run", tiny, "--trace", pipe, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [KVSIM, "run", tiny, "--trace", pipe, "--format", "mooncake", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     with pipe.open("w"):  # opens once the child reads
         child.send_signal(signal.SIGINT)

@@ -58,6 +58,43 @@ def test_a_trace_replaces_the_workload():
     assert scenario.load("pool-16", trace=trace).workload == trace
 
 
+@pytest.mark.parametrize("override", ["workload.sessions=3", " workload.nonsense = 1"])
+def test_beside_a_trace_a_setting_of_the_workload_would_say_nothing(override):
+    with pytest.raises(InvalidToml, match=r"^--set .*: expected no setting of \[workload\] beside a trace"):
+        scenario.load("pool-16", [override], TraceWorkload(trace="t"))
+
+
+def test_a_home_folder_is_found(monkeypatch):
+    monkeypatch.setenv("HOME", "/somebody")
+    assert TraceWorkload(trace="~/t").trace == "/somebody/t"
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_what_is_no_path_is_no_trace(path):
+    with pytest.raises(ValueError, match="String should"):
+        TraceWorkload(trace=path)
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 5000, "x = " + "9" * 5000, "x", b"\xff\xfe", "[a]\nb=1\nb=2"])
+def test_a_file_that_is_no_toml_is_one_line(tmp_path, text):
+    path = tmp_path / "s.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InvalidToml) as caught:
+        scenario.load(str(path))
+    assert str(caught.value).startswith(f"{path}: expected TOML (") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", [f"[{'x' * 5000}]\na=1", f"scenario = '{'y' * 100_000}'", f"scenario.x = {[1] * 9999}"]
+)
+def test_a_long_line_of_a_file_makes_a_short_message(tmp_path, text):
+    path = tmp_path / "s.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidToml) as caught:
+        scenario.load(str(path))
+    assert len(str(caught.value).replace(str(path), "")) < 500
+
+
 def test_lookup_time():
     pool = scenario.load("pool-16", ["pool.lookup_rtt_us=7", "pool.lookup_per_key_ns=3"]).pool
     assert pool.lookup_ps(1000) == 7_000_000 + 3_000_000
@@ -78,6 +115,11 @@ def test_is_immutable():
         ("engine.block_size=x", "engine.block_size = 'x': expected a valid integer"),
         ("engine.block_size=0", "engine.block_size = 0: expected greater than 0"),
         ("engine.block_size=1.5", "engine.block_size = 1.5: expected a valid integer"),
+        ("engine.block_size=" + "9" * 5000, "engine.block_size = '999"),
+        ("engine.block_size=" + "[" * 5000 + "]" * 5000, "engine.block_size = '[[["),
+        ("engine.block_size=16\nmax_num_seqs=3", r"engine.block_size = '16\nmax_num_seqs=3': expected a valid integer"),
+        ("engine.num_gpu_blocks=1", "engine.num_gpu_blocks = 1: expected greater than or equal to 2"),
+        ("cluster.instances=1e18", "cluster.instances = 1e+18: expected less than or equal to 65536"),
         ("engine.block_size=true", "engine.block_size = True: expected a valid integer"),
         ("engine.gpu_memory_utilization=1.5", "engine.gpu_memory_utilization = 1.5: expected less than or equal to 1"),
         ("engine.gpu_memory_utilization=nan", "engine.gpu_memory_utilization = nan: expected a finite number"),
@@ -101,6 +143,7 @@ def test_a_wrong_value_names_file_key_and_fix(override, expected):
         ("foo", "--set foo: expected section.key=value"),
         ("engine=3", "--set engine=3: expected section.key=value"),
         ("model.name.x=3", "--set model.name.x=3: expected a section, and name is a value"),
+        ("x" * 5000, f"--set {'x' * 117}...: expected section.key=value"),
     ],
 )
 def test_a_wrong_override_says_so(override, expected):
@@ -130,3 +173,5 @@ def test_a_file_is_named_as_the_user_wrote_it(tmp_path):
 def test_unknown_scenario_suggests_a_near_one():
     with pytest.raises(InvalidToml, match=r"^pool-17: expected a .toml file or a known name; did you mean pool-16\?$"):
         scenario.load("pool-17")
+    with pytest.raises(InvalidToml, match=r"^x{117}\.\.\.: expected a .toml file or one of"):
+        scenario.load("x" * 5000)

@@ -170,6 +170,20 @@ def test_a_bad_session_is_one_line(tmp_path, bad, says):
     assert str(caught.value) == f"{tmp_path / '0.json'}:1: {says}"
 
 
+@pytest.mark.parametrize("levels", [505, 5000])
+def test_groups_within_groups_without_end_are_one_line(tmp_path, levels):
+    row, text = json.dumps(request(0)), json.dumps(request(0))
+    for _ in range(levels):
+        text = f'{{"t": 0, "type": "subagent", "duration_ms": 0, "requests": [{row}, {text}]}}'
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps(session()).replace("[]", f"[{row}, {text}]"))
+    with pytest.raises(
+        TraceError, match=r"s\.json:1: (requests|JSON), .*expected .*(less deeply|depth limit)"
+    ) as caught:
+        claude_code.read(path)
+    assert len(str(caught.value).replace(str(path), "")) < 300
+
+
 def test_files_that_are_no_sessions(tmp_path):
     with pytest.raises(TraceError, match=r":1: folder, no session in it, expected files named \*\.json or"):
         claude_code.read(tmp_path)

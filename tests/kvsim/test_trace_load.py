@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,42 @@ def test_an_unknown_format_is_an_error_that_lists_the_formats(tmp_path, text, sa
     assert str(caught.value) == f"{path}:1: format, {says}, expected one of mooncake, claude-code"
 
 
+def test_names_count_wherever_the_first_row_has_them(tmp_path):
+    path = tmp_path / "sorted"
+    row = {"hash_ids": [2**64 - 1 - i for i in range(2000)], "input_length": 512 * 2000}
+    path.write_text(json.dumps({**row, "output_length": 1, "timestamp": 0}) + "\n")
+    assert sniff(path) == "mooncake"
+
+
+def piped(path, content):
+    """The path of a named pipe that somebody writes the content into, once, a few bytes first."""
+    os.mkfifo(path)
+
+    def write():
+        with path.open("wb", buffering=0) as stream:
+            for start, end in ((0, 5), (5, len(content))):
+                stream.write(content[start:end])
+
+    threading.Thread(target=write, daemon=True).start()
+    return path
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_pipe_is_read_once_and_whole(mooncake_file, session_folder, tmp_path, cache_folder, pack):
+    rows = mooncake_file.read_bytes() * 1000  # more than a reader's buffer
+    trace = load_trace(piped(tmp_path / "rows", pack(rows)), "mooncake")
+    assert trace.num_requests == 2000
+    session = json.dumps(SESSION).encode()
+    assert load_trace(piped(tmp_path / "session", pack(session)), "claude-code").num_requests == 1
+    assert not cache_folder.exists(), "another time, other rows come out of it"
+
+
+def test_a_pipe_does_not_tell_its_format(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceError, match=":1: format, not given, expected one of mooncake, claude-code: a pipe is"):
+        load_trace(tmp_path / "pipe")
+
+
 def test_a_bad_first_row_is_told_by_its_reader(tmp_path):
     path = tmp_path / "t"
     path.write_text('{"timestamp": 0, "input_length": 600}')
@@ -99,6 +136,11 @@ def test_a_missing_path_is_one_line(tmp_path, fmt, use_cache):
     assert str(caught.value).startswith(f"{tmp_path / 'none'}")
     assert "No such file or directory" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_no_folder_takes_is_one_line(tmp_path):
+    with pytest.raises(TraceError, match=":1: file, File name too long, expected a file that can be read"):
+        load_trace(tmp_path / ("x" * 300))
 
 
 @pytest.mark.parametrize("operation", ["iterdir", "stat"])
@@ -156,6 +198,17 @@ def test_a_changed_source_is_parsed_again(mooncake_file, session_folder, cache_f
     (session_folder / "c.json").write_text(json.dumps(SESSION))
     assert load_trace(session_folder).num_sessions == 3
     assert len(list(cache_folder.iterdir())) == 2, "the new entry takes the place of the stale one"
+
+
+def test_an_older_file_of_the_same_size_in_its_place_is_parsed_again(mooncake_file):
+    load_trace(mooncake_file)
+    before = mooncake_file.stat()
+    other = mooncake_file.with_name("other")
+    other.write_text(mooncake_file.read_text().replace("600", "601"))
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(mooncake_file)
+    assert mooncake_file.stat().st_mtime_ns == before.st_mtime_ns
+    assert load_trace(mooncake_file).input_len.tolist() == [601, 601]
 
 
 def test_another_reader_version_or_format_is_parsed_again(mooncake_file, monkeypatch):

@@ -88,6 +88,8 @@ def test_ids_of_64_bits_are_kept_exactly(tmp_path, top):
         (line(hash_ids=[7.0, 8]), "hash_ids[0], 7.0, expected an integer, 0 <= id < 2**64"),
         (line(hash_ids=[7, "8"]), "hash_ids[1], '8', expected an integer, 0 <= id < 2**64"),
         (line(hash_ids=[7, 2**64]), "hash_ids[1], 1.8446744073709552e+19, expected an integer, 0 <= id < 2**64"),
+        (line()[:-1] + ', "timestamp": 3}', "JSON, a field twice, expected each field once"),
+        (line(timestamp=3).replace("3", "[" * 900 + "]" * 900), "timestamp, [[[[[[[...]]]]]]], expected a number"),
         (line(delay=4), "delay, 4, expected only the fields timestamp, input_length, output_length, hash_ids"),
     ],
 )
@@ -106,10 +108,13 @@ def test_the_row_without_its_fault_is_read(tmp_path):
     assert mooncake.read(write(tmp_path / "t", line(timestamp=2), line(), line(timestamp=4))).num_requests == 3
 
 
-def test_a_long_value_is_shortened(tmp_path):
+@pytest.mark.parametrize(
+    "text", [line(timestamp="x" * 5000), line(**{"x" * 5000: 1}), json.dumps([[7] * 999] * 999), "x" * 5000]
+)
+def test_a_long_value_is_shortened(tmp_path, text):
     with pytest.raises(TraceError) as caught:
-        mooncake.read(write(tmp_path / "t", line(timestamp="x" * 5000)))
-    assert len(str(caught.value)) < 300
+        mooncake.read(write(tmp_path / "t", text))
+    assert len(str(caught.value)) < 450
 
 
 def test_an_empty_file_and_a_truncated_gzip(tmp_path):

@@ -105,6 +105,10 @@ def test_one_trace_under_any_hash_seed():
         ({"turn_len": -1}, "turn_len = -1: expected at least 0"),
         ({"delay_s": -0.5}, "delay_s = -0.5: expected at least 0"),
         ({"common_len": 0, "first_len": 0}, "first_len = 0: expected a first prompt of at least 1 token"),
+        ({"sessions": 10**18}, f"sessions x turns = {30 * 10**18}: expected at most 10000000 requests"),
+        ({"output_len": 2**32}, "last turn = .*: expected less than 2\\*\\*32 tokens"),
+        ({"delay_s": 1e300}, "last start = 2.9e.301: expected start_spread_s and delays of less than 9000000 s"),
+        ({"start_spread_s": 9e6}, "last start = 9000000.0: expected"),
     ],
 )
 def test_what_the_caller_gets_wrong(changes, says):
