@@ -2,7 +2,8 @@
 
 Results on standard output (a table, or with --json exactly one JSON document), everything else on standard error.
 Exit codes: 0; 1 when no request completed, when what was to be written could not be, or for a bug (with its traceback);
-2 for a mistake of the caller's, said in one line. A trace's path counts from where the command runs.
+2 for a mistake of the caller's, said in one line (wrong usage in click's few). A trace's path counts from where the
+command runs.
 Imports are inside the functions: --help and `hits` start without the simulator and what it stands on.
 """
 

@@ -71,6 +71,7 @@ def _write(entry: Path, arrays: dict[str, Any]) -> None:
 
 
 def _entry(path: Path) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"  # a relative one is to be ignored
     name = hashlib.blake2b(os.fsencode(path.absolute()), digest_size=16).hexdigest()
     return root / "kvtwin" / f"{name}.npz"

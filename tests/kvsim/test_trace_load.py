@@ -255,6 +255,16 @@ def test_a_folder_that_cannot_be_written_is_no_error(mooncake_file, tmp_path, mo
     assert same(load_trace(mooncake_file), load_trace(mooncake_file, use_cache=False))
 
 
+@pytest.mark.parametrize("configured", ["", "cache", "~/cache"])
+def test_the_folder_is_absolute_or_the_default(mooncake_file, tmp_path, monkeypatch, configured):
+    monkeypatch.setenv("XDG_CACHE_HOME", configured)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    load_trace(mooncake_file)
+    assert len(list((tmp_path / "home" / ".cache" / "kvtwin").iterdir())) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"home", mooncake_file.name}
+
+
 def test_an_interrupted_write_leaves_nothing(mooncake_file, cache_folder, monkeypatch):
     def full(*_args, **_arrays):
         raise OSError(28, "No space left on device")
