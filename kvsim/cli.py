@@ -211,7 +211,7 @@ def positive(option: str, text: str) -> int:
     from kvcore.errors import require
 
     is_number = text.isascii() and text.isdigit() and len(text) <= 18
-    require(is_number and int(text) > 0, option, text, "integers from 1 to 10**18, as in 1000,20000")
+    require(is_number and int(text) > 0, option, text, "integers, 1 <= N < 10**18, as in 1000,20000")
     return int(text)
 
 
@@ -283,6 +283,7 @@ def run_to_end(simulation: "Simulation", as_json: bool) -> None:
             simulation.run()
     except TooLong as error:
         refuse(str(error))
+    gc.freeze()  # what is left is no garbage: at exit nobody need look for it
 
 
 def write_out(folder: Path, simulation: "Simulation", result: Document) -> None:
