@@ -96,6 +96,18 @@ HELD_BY_ANOTHER = [
 ]
 
 
+# A session that comes back to the other instance, which loads what the first one stored.
+ROOMY_POOL = {
+    "pool.segment_bytes_per_instance": 10**9,
+    "pool.lookup_rtt_us": 200,
+    "pool.lookup_per_key_ns": 0,
+    "pool.lookup_deadline_ms": 100,
+    "pool.lease_ttl_ms": 10_000,
+    "link.bandwidth_bytes_per_s": 10**10,
+}
+COMES_BACK = [Ask(new_len=64, output_len=20), Ask("turn", of=0, new_len=5, output_len=20, delay_us=100_000)]
+
+
 def test_without_a_pool():
     seen = Counter()
 
@@ -114,6 +126,7 @@ def test_with_a_pool():
     seen = Counter()
 
     @given(ENGINES, POOLS, ASKS)
+    @example(engine(2, 16, 300, 1024, 8192, 0.0), ROOMY_POOL, COMES_BACK)
     def agree(settings, pool, asks):
         runs = both(scenario_of(settings | pool, "pool-16"), trace_of(asks))
         assert check(runs[0]) == "ok"
