@@ -4,6 +4,7 @@ import io
 
 from rich.console import Console
 
+from kvsim.clock import PS_PER_S
 from kvsim.events import EventLog, Kind
 from kvsim.metrics import measure
 from kvsim.progress import HitsSoFar, RunProgress
@@ -36,6 +37,18 @@ def test_at_the_end_it_is_the_metric():
     done = small_run()
     done.run()
     assert HitsSoFar(done.log).rate() == f"{measure(done.log, 1).hit_rate:.1%}"
+
+
+def test_a_line_fits_a_narrow_terminal():
+    running = small_run()
+    running.cluster.sequences = [None] * 12_031
+    running.clock.at(3_551 * PS_PER_S, lambda: None)
+    running.clock.run()
+    shown = io.StringIO()
+    with RunProgress(running, Console(file=shown, force_terminal=True, width=80, color_system=None)) as progress:
+        progress.refresh()
+    assert "requests at 3,551 s, hit rate" in shown.getvalue()
+    assert "…" not in shown.getvalue()
 
 
 def test_looking_changes_nothing():
