@@ -91,12 +91,13 @@ class PoolPolicy:
     `lookup_deadline_ns`: after this an unanswered question counts as a miss.
     `offer_ttl_ns`: how long an offer is repeated before the pool is asked again; below the lease that a lookup grants
     (5 s in older Mooncake masters, 10 s in 0.3.13).
-    `max_load_attempts`: how many loads of a request may fail before it is offered nothing any more.
+    `max_load_attempts`: how many loads of a request may fail before it is offered nothing any more. Under vLLM 0.32 a
+    second one may wait for ever: the blocks that the first was to fill stay reserved until the prompt is computed.
     """
 
     lookup_deadline_ns: int = 100 * NS_PER_MS
     offer_ttl_ns: int = 4_000 * NS_PER_MS
-    max_load_attempts: int = 2
+    max_load_attempts: int = 1
 
     def __post_init__(self) -> None:
         require(self.lookup_deadline_ns > 0, "lookup_deadline_ns", self.lookup_deadline_ns, "more than 0")

@@ -18,6 +18,8 @@ from kvcore.request import PoolPolicy
 from kvcore.units import NS_PER_MS
 
 PATIENCE = PoolPolicy()
+"""The defaults that simulator and connector share."""
+
 LOOKUP_DEADLINE_MS = PATIENCE.lookup_deadline_ns // NS_PER_MS
 OFFER_TTL_MS = PATIENCE.offer_ttl_ns // NS_PER_MS
 
@@ -86,7 +88,6 @@ class ConnectorConfig:
     load_deadline_ms: int = 10_000
     store_deadline_ms: int = 30_000
     offer_ttl_ms: int = OFFER_TTL_MS
-    max_load_attempts: int = PATIENCE.max_load_attempts
     model_id: str = ""
     namespace: Mapping[str, str] = field(default_factory=dict)
 
@@ -117,7 +118,6 @@ def read_config(
         load_deadline_ms=source.count("load_deadline_ms", 10_000, at_least=1),
         store_deadline_ms=source.count("store_deadline_ms", 30_000, at_least=1),
         offer_ttl_ms=source.count("offer_ttl_ms", OFFER_TTL_MS, at_least=1),
-        max_load_attempts=source.count("max_load_attempts", PATIENCE.max_load_attempts, at_least=0),
         model_id=source.text("model_id", ""),
         namespace=source.texts("namespace"),
     )

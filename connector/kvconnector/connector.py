@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvconnector.config import ConnectorConfig, PoolConfig, read_config
+from kvconnector.config import PATIENCE, ConnectorConfig, PoolConfig, read_config
 from kvconnector.metadata import StepMetadata, WorkerReport
 from kvconnector.scheduler import KeySpace, SchedulerHalf
 from kvconnector.store import MooncakeStore
@@ -167,7 +167,7 @@ def _policy(config: ConnectorConfig) -> PoolPolicy:
     return PoolPolicy(
         lookup_deadline_ns=config.lookup_deadline_ms * NS_PER_MS,
         offer_ttl_ns=config.offer_ttl_ms * NS_PER_MS,
-        max_load_attempts=config.max_load_attempts if config.role.loads else 0,
+        max_load_attempts=PATIENCE.max_load_attempts if config.role.loads else 0,
     )
 
 

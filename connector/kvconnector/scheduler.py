@@ -34,19 +34,19 @@ class KeySpace:
         return BlockHash(hashes[(block + 1) * (spec.block_size // self.hash_block_size) - 1])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Tracked:
-    """A request the engine knows or whose plans are still under way."""
+    """A request, and its machine."""
 
     request: Any
     machine: KVRequest
-    jobs: dict[JobId, "_Job"] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Job:
     """One plan at the worker: what was left out of it, its entries, pinned blocks, ranks that have not reported."""
 
+    tracked: _Tracked
     end_plan: Callable[[int, GroupRuns], object]
     ticket: int
     missing: list[tuple[GroupId, int]]
@@ -76,7 +76,7 @@ class SchedulerHalf:
         self._clock = clock
         self._pool: Any = None
         self._tracked: dict[str, _Tracked] = {}
-        self._owners: dict[JobId, str] = {}
+        self._jobs: dict[JobId, _Job] = {}
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
         self._next_job = 0
@@ -115,7 +115,9 @@ class SchedulerHalf:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            store = tracked.machine.computed(tracked.request.num_computed_tokens + num_tokens)
+            # A step may also compute tokens nobody knows yet: drafts, and what an overlapping step samples.
+            num_valid = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
+            store = tracked.machine.computed(num_valid)
             if store is not None:
                 self._store(tracked, store, output.kv_connector_block_state.get_block_ids(request_id))
         loads, self._loads = self._loads, []
@@ -131,21 +133,22 @@ class SchedulerHalf:
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
         """The request ended; its blocks may be freed at once, those still to be stored are pinned."""
-        tracked = self._tracked.get(request.request_id)
+        # Its id may come again while its last plans are under way, which keep it alive.
+        tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False, None
-        self._lookups.forget(request.request_id)
+        self._lookups.forget(tracked)
         # The last sampled token, and what an overlapping step may still be computing, has no KV yet.
         num_valid = min(request.num_computed_tokens, request.num_tokens - 1)
         store = tracked.machine.finished(num_valid)
         if store is not None:
             self._store(tracked, store, block_ids)
-        self._close(request.request_id, tracked)
+        self._close(tracked)
         return False, None
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping so that jobs can be reported."""
-        return bool(self._owners)
+        return bool(self._jobs)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -163,13 +166,11 @@ class SchedulerHalf:
             for group, spec, block in self._blocks(lookup.blocks)
             for rank in range(self._ranks)
         ]
-        self._lookups.submit(tracked.request.request_id, lookup, keys, self._policy.lookup_deadline_ns)
+        self._lookups.submit(tracked, lookup, keys, self._policy.lookup_deadline_ns)
 
     def _take_answers(self) -> None:
-        for request_id, lookup, present in self._lookups.take_answers():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                tracked.machine.lookup_answered(lookup.ticket, self._present(lookup, present), self._clock.now_ns())
+        for tracked, lookup, present in self._lookups.take_answers():
+            tracked.machine.lookup_answered(lookup.ticket, self._present(lookup, present), self._clock.now_ns())
 
     def _present(self, lookup: Lookup, present: Sequence[bool]) -> GroupRuns:
         """The blocks all of whose shards are there; `present` has one entry per key, in the order they were asked."""
@@ -184,39 +185,36 @@ class SchedulerHalf:
         entries, missing = self._entries(tracked, load.blocks, block_ids)
         assert not missing, f"no block to load into: {missing}"
         unproven, _ = self._entries(tracked, load.unproven, block_ids)
-        job_id = self._open_job(tracked, _Job(tracked.machine.load_finished, load.ticket, [], entries, [], self._ranks))
+        job = _Job(tracked, tracked.machine.load_finished, load.ticket, [], entries, [], self._ranks)
         unwritten = tuple(entry.block_id for entry in unproven)
-        self._loads.append(LoadJob(job_id, tracked.request.request_id, entries, unwritten))
+        self._loads.append(LoadJob(self._open(job), tracked.request.request_id, entries, unwritten))
 
     def _store(self, tracked: _Tracked, store: Store, block_ids: Sequence[Sequence[int]]) -> None:
         """A window group may have given a block back before it was to be stored; that one counts as not written."""
         entries, missing = self._entries(tracked, store.blocks, block_ids)
         pinned = [self._pool.blocks[entry.block_id] for entry in entries]
         self._pool.touch(pinned)
-        job = _Job(tracked.machine.store_finished, store.ticket, missing, entries, pinned, self._ranks)
-        self._stores.append(StoreJob(self._open_job(tracked, job), tracked.request.request_id, entries))
+        job = _Job(tracked, tracked.machine.store_finished, store.ticket, missing, entries, pinned, self._ranks)
+        self._stores.append(StoreJob(self._open(job), tracked.request.request_id, entries))
 
-    def _open_job(self, tracked: _Tracked, job: _Job) -> JobId:
+    def _open(self, job: _Job) -> JobId:
         self._next_job += 1
         job_id = JobId(self._next_job)
-        tracked.jobs[job_id] = job
-        self._owners[job_id] = tracked.request.request_id
+        self._jobs[job_id] = job
         return job_id
 
     def _report(self, job_id: JobId, num_ranks: int, failed: Iterable[int]) -> None:
-        request_id = self._owners.get(job_id)
-        if request_id is None:
+        job = self._jobs.get(job_id)
+        if job is None:
             return
-        tracked = self._tracked[request_id]
-        job = tracked.jobs[job_id]
         job.failed.update(failed)
         job.ranks_left -= num_ranks
         if job.ranks_left > 0:
             return
-        del self._owners[job_id], tracked.jobs[job_id]
+        del self._jobs[job_id]
         self._pool.free_blocks(reversed(job.pinned))
         job.end_plan(job.ticket, self._failed_runs(job))
-        self._close(request_id, tracked)
+        self._close(job.tracked)
 
     def _failed_runs(self, job: _Job) -> GroupRuns:
         failed: list[list[int]] = [[] for _ in self._planner.model.groups]
@@ -226,9 +224,8 @@ class SchedulerHalf:
             failed[job.entries[index].group].append(job.entries[index].position)
         return tuple(from_blocks(blocks) for blocks in failed)
 
-    def _close(self, request_id: str, tracked: _Tracked) -> None:
-        if tracked.machine.closed and not tracked.jobs:
-            del self._tracked[request_id]
+    def _close(self, tracked: _Tracked) -> None:
+        if tracked.machine.closed:
             self.on_closed(tracked.request, tracked.machine)
 
     def _entries(

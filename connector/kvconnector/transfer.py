@@ -95,36 +95,36 @@ class TransferThread(Generic[JobT]):
 class LookupThread:
     """Asks the pool which keys exist, in the order of the questions; nobody waits for it.
 
-    `question` is the asker's own and comes back with the answer.
+    `asker` and `question` are the caller's own and come back with the answer.
     """
 
     def __init__(self, store: KVStore[Any], clock: Clock) -> None:
         self._store = store
         self._clock = clock
         self._changed = threading.Condition()
-        self._asked: deque[tuple[str, Any, Sequence[BlockKey], int]] = deque()
-        self._answered: list[tuple[str, Any, Sequence[bool]]] = []
+        self._asked: deque[tuple[Any, Any, Sequence[BlockKey], int]] = deque()
+        self._answered: list[tuple[Any, Any, Sequence[bool]]] = []
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvtwin-lookup", daemon=True)
         self._thread.start()
 
-    def submit(self, request_id: str, question: Any, keys: Sequence[BlockKey], patience_ns: int) -> None:
+    def submit(self, asker: Any, question: Any, keys: Sequence[BlockKey], patience_ns: int) -> None:
         """Ask for the keys; what is not known within `patience_ns` from now is answered as absent."""
         with self._changed:
-            self._asked.append((request_id, question, keys, self._clock.now_ns() + patience_ns))
+            self._asked.append((asker, question, keys, self._clock.now_ns() + patience_ns))
             self._changed.notify()
 
-    def take_answers(self) -> list[tuple[str, Any, Sequence[bool]]]:
-        """(request id, question, per key whether it is there) of the questions answered since the last call."""
+    def take_answers(self) -> list[tuple[Any, Any, Sequence[bool]]]:
+        """(asker, question, per key whether it is there) of the questions answered since the last call."""
         with self._changed:
             answered, self._answered = self._answered, []
         return answered
 
-    def forget(self, request_id: str) -> None:
-        """Drop the request's questions that nobody works on, and its answers."""
+    def forget(self, asker: Any) -> None:
+        """Drop the asker's questions that nobody works on, and its answers."""
         with self._changed:
-            self._asked = deque(asked for asked in self._asked if asked[0] != request_id)
-            self._answered = [answer for answer in self._answered if answer[0] != request_id]
+            self._asked = deque(asked for asked in self._asked if asked[0] is not asker)
+            self._answered = [answer for answer in self._answered if answer[0] is not asker]
 
     def close(self) -> bool:
         """Stop, and say whether the thread has ended."""
@@ -140,10 +140,10 @@ class LookupThread:
                 self._changed.wait_for(lambda: self._closed or self._asked)
                 if self._closed:
                     return
-                request_id, question, keys, deadline_ns = self._asked.popleft()
+                asker, question, keys, deadline_ns = self._asked.popleft()
             present = self._present(keys, deadline_ns)
             with self._changed:
-                self._answered.append((request_id, question, present))
+                self._answered.append((asker, question, present))
 
     def _present(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[bool]:
         try:

@@ -32,17 +32,17 @@ def test_objects_removed_between_lookup_and_load_are_recomputed(engines, prompt,
     right = engines.store([tokens])["tokens"]
     broken_gets(remove=True)
     answer = engines.read([tokens])
-    assert len(engines.reader.call("take_gets")) == 1  # the second lookup found nothing
+    assert len(engines.reader.call("take_gets")) == 1
     assert answer["computed"] == 700 + 15
     assert answer["tokens"] == right
 
 
-def test_a_load_that_always_fails_is_tried_twice_and_recomputed(engines, prompt, broken_gets, free_blocks):
+def test_a_load_that_fails_is_not_tried_again_but_recomputed(engines, prompt, broken_gets, free_blocks):
     tokens = prompt(700)
     right = engines.store([tokens])["tokens"]
     broken_gets(outcome="timeout")
     answer = engines.read([tokens])
-    assert len(engines.reader.call("take_gets")) == 2
+    assert len(engines.reader.call("take_gets")) == 1
     assert answer["computed"] == 700 + 15
     assert answer["tokens"] == right
 
@@ -87,7 +87,7 @@ def test_a_frozen_master_delays_a_request_by_the_lookup_s_deadline_at_most(engin
     assert resumes_hitting(lambda: engines.read(prompts[:1]))["tokens"] == right[:1]
 
 
-def test_the_death_of_who_holds_the_bytes_costs_two_failed_loads(engines, prompt, broken_gets, free_blocks):
+def test_the_death_of_who_holds_the_bytes_costs_a_failed_load(engines, prompt, broken_gets, free_blocks):
     """For some seconds the master still says that the objects exist."""
     tokens = prompt(700)
     right = engines.store([tokens])["tokens"]
@@ -97,7 +97,7 @@ def test_the_death_of_who_holds_the_bytes_costs_two_failed_loads(engines, prompt
         start = time.monotonic()
         answer = engines.read([tokens])
         assert time.monotonic() - start < 2.0
-        assert len(engines.reader.call("take_gets")) in (1, 2)
+        assert len(engines.reader.call("take_gets")) == 1
         assert (answer["computed"], answer["tokens"]) == (700 + 15, right)
     finally:
         engines.pool.owner = SegmentOwner(engines.pool.master, engines.pool.folder)

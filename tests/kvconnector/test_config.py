@@ -36,9 +36,9 @@ def test_mooncake_s_file_is_enough(tmp_path):
 
 def test_the_file_does_not_set_what_is_not_mooncake_s(tmp_path):
     path = tmp_path / "mooncake.json"
-    path.write_text(json.dumps({"max_load_attempts": 9, "namespace": {"a": "b"}}))
+    path.write_text(json.dumps({"offer_ttl_ms": 9, "namespace": {"a": "b"}}))
     config = read({}, {"MOONCAKE_CONFIG_PATH": str(path)})
-    assert (config.max_load_attempts, config.namespace) == (2, {})
+    assert (config.offer_ttl_ms, config.namespace) == (4_000, {})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_sizes(text, size_bytes):
         ({"zzz": 1}, "one of device_name, global_segment_size"),
         ({"lookup_deadline_ms": "50"}, "integer >= 1"),
         ({"lookup_deadline_ms": 0}, "integer >= 1"),
-        ({"max_load_attempts": True}, "integer >= 0"),
+        ({"offer_ttl_ms": True}, "integer >= 1"),
         ({"global_segment_size": "4 parsecs"}, "64MB"),
         ({"global_segment_size": -1}, "64MB"),
         ({"global_segment_size": True}, "64MB"),

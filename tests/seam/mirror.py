@@ -23,14 +23,14 @@ class Lookups:
         self.asked = []
         self.answered = []
 
-    def submit(self, request_id, question, keys, patience_ns):
-        self.asked.append((request_id, question, keys))
+    def submit(self, asker, question, keys, patience_ns):
+        self.asked.append((asker, question, keys))
 
     def take_answers(self):
         answered, self.answered = self.answered, []
         return answered
 
-    def forget(self, request_id):
+    def forget(self, asker):
         """The request has ended; what is answered after that must be ignored."""
 
 
@@ -84,17 +84,17 @@ class Half:
         assert len(asked) == (lookup is not None and 1)
         if lookup is None:
             return
-        ((_, question, keys),) = asked
+        ((asker, question, keys),) = asked
         assert [self.block_of(key) for key in keys[::NUM_RANKS]] == self.listed(lookup.blocks)
         assert [key.rank for key in keys] == list(range(NUM_RANKS)) * (len(keys) // NUM_RANKS)
-        self.questions[lookup.ticket] = question, keys
+        self.questions[lookup.ticket] = question, keys, asker
 
     def answer(self, ticket, present, now_ns):
         """A block that is not there lacks the shard of one rank. Answers are taken whenever a request is considered."""
-        question, keys = self.questions[ticket]
+        question, keys, asker = self.questions[ticket]
         there = set(self.listed(present))
         found = [self.block_of(key) in there or key.rank != sum(self.block_of(key)) % NUM_RANKS for key in keys]
-        self.lookups.answered.append((self.request.request_id, question, found))
+        self.lookups.answered.append((asker, question, found))
         self.now_ns = now_ns
         other = SimpleNamespace(request_id="other", num_prompt_tokens=1, num_tokens=1)
         assert self.scheduler.get_num_new_matched_tokens(other, 0) == (0, False)
@@ -178,6 +178,7 @@ class Mirror(KVRequest):
     def computed(self, num_tokens):
         store = super().computed(num_tokens)
         self.half.request.num_computed_tokens = num_tokens - 1
+        self.half.request.num_tokens = max(self.half.request.num_tokens, num_tokens)
         self.half.expect_plans(None, store, {self.half.request.request_id: 1})
         return store
 
