@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvcore.errors import require
 from kvcore.pool import BlockPool, Match
-from kvcore.request import KVRequest, Load, Lookup, Offer, Store
+from kvcore.request import Load, Lookup, Offer, Store
 from kvcore.units import div_ceil
 from kvsim.sequence import Sequence, Status
 
@@ -82,7 +82,7 @@ class Scheduler:
         self._loaded: set[Sequence] = set()
         self._prefilling: dict[Sequence, None] = {}
         self._admitted: list[tuple[Sequence, int, int]] = []
-        self._watches_cached = False
+        self._in_vain: list[tuple[Sequence, Match]] = []
 
     @property
     def has_waiting(self) -> bool:
@@ -120,7 +120,7 @@ class Scheduler:
     def schedule(self, now_ns: int) -> Step:
         """Decide the next step and take its blocks; an empty one means that there is nothing to run now."""
         step = Step()
-        self._watches_cached = False
+        self._in_vain.clear()
         budget = self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step, budget, now_ns)
@@ -136,7 +136,10 @@ class Scheduler:
         if step.preempted:
             return 1
         steps = min(sequence.remaining_output for sequence, _, _ in step.scheduled)
-        num_free = self.blocks.num_anonymous if self._watches_cached else self.blocks.num_free
+        if any(self._may_lengthen(sequence, match) for sequence, match in self._in_vain):
+            steps = min(steps, self._steps_before_block(step))
+        may_shorten = any(match.num_free and sequence.kv is not None for sequence, match in self._in_vain)
+        num_free = self.blocks.num_anonymous if may_shorten else self.blocks.num_free
         if self._blocks_for_jump(step, steps) <= num_free:
             return steps
         return bisect_right(range(2, steps), num_free, key=partial(self._blocks_for_jump, step)) + 1
@@ -147,6 +150,16 @@ class Scheduler:
         for sequence, before, _ in step.scheduled:
             self._grow(sequence, div_ceil(before + num_steps, block_size))
             self._cache(sequence, before + num_steps)
+
+    def _may_lengthen(self, sequence: Sequence, match: Match) -> bool:
+        """Whether some running sequence generates what comes next in this one."""
+        following = next((stream for stream, _, end in sequence.segments if end > match.num_blocks), None)
+        return any(running.segments and running.segments[-1][0] == following for running in self.running)
+
+    def _steps_before_block(self, step: Step) -> int:
+        """Steps until, not including, the next one after the first that fills a block."""
+        block_size = self.limits.block_size
+        return min(block_size - (before + 1) % block_size for _, before, _ in step.scheduled)
 
     def _blocks_for_jump(self, step: Step, num_steps: int) -> int:
         block_size = self.limits.block_size
@@ -227,8 +240,8 @@ class Scheduler:
             return self._admit_with(sequence, None, budget)
         match = self.blocks.match(sequence.segments, (sequence.num_tokens - 1) // self.limits.block_size)
         num_new = self._admit_matched(sequence, match, budget, now_ns)
-        if not num_new and sequence.kv is not None and sequence.status is not Status.LOADING:
-            self._watch(sequence, sequence.kv, match)
+        if not num_new and sequence.status is not Status.LOADING:
+            self._watch(sequence, match)
         return num_new
 
     def _admit_matched(self, sequence: Sequence, match: Match, budget: int, now_ns: int) -> int | None:
@@ -239,13 +252,12 @@ class Scheduler:
             return self._start_load(sequence, match, external_len)
         return self._admit_with(sequence, match, budget)
 
-    def _watch(self, sequence: Sequence, kv: KVRequest, match: Match) -> None:
-        """Who was considered in vain is considered again when time changes the answer, or its local hit may shrink."""
-        if match.num_free:
-            self._watches_cached = True
-        if kv.reconsider_at_ns is not None:
+    def _watch(self, sequence: Sequence, match: Match) -> None:
+        """Who was considered in vain is considered again when time changes the answer, or its local hit may change."""
+        self._in_vain.append((sequence, match))
+        if sequence.kv is not None and sequence.kv.reconsider_at_ns is not None:
             assert self.pool is not None
-            self.pool.wake_at(sequence, kv.reconsider_at_ns)
+            self.pool.wake_at(sequence, sequence.kv.reconsider_at_ns)
 
     def _external_len(self, sequence: Sequence, local_hit_len: int, now_ns: int) -> int | None:
         """Tokens the pool offers beyond the local hit; None while it has not answered."""
