@@ -118,6 +118,21 @@ ROOM_BY_WHAT_IS_GENERATED = (
     ],
 )
 
+GIVES_WAY = (
+    engine(1, 1, 92, 2, 8192, 0.0),
+    [Ask(output_len=0), Ask(new_len=3), Ask(new_len=50, output_len=2), Ask("turn", of=1, new_len=38, output_len=2)],
+)
+FORGOTTEN_PREFIX = (
+    engine(1, 1, 28, 1, 8192, 0.0),
+    [
+        *[Ask(output_len=0)] * 10,
+        Ask("fork", of=3, cut=1, new_len=0, output_len=27),
+        *[Ask(output_len=0)] * 2,
+        Ask("fork", of=3, cut=1, output_len=0),
+        Ask(new_len=29),
+    ],
+)
+
 
 def test_random_small_runs():
     seen = Counter()
@@ -125,6 +140,8 @@ def test_random_small_runs():
     @given(ENGINES, ASKS)
     @example(*NAMED_WHILE_GENERATED)
     @example(*ROOM_BY_WHAT_IS_GENERATED)
+    @example(*GIVES_WAY)
+    @example(*FORGOTTEN_PREFIX)
     def agree(settings, asks):
         seen.update(compare(scenario_of(settings), trace_of(asks)))
 
@@ -195,11 +212,7 @@ class NamesAnswersLate(Scheduler):
 
 # Each was found by random search with the wrong scheduler, and shrunk.
 WRONG_SCHEDULERS = [
-    (
-        GivesWayItself,
-        engine(1, 1, 92, 2, 8192, 0.0),
-        [Ask(output_len=0), Ask(new_len=3), Ask(new_len=50, output_len=2), Ask("turn", of=1, new_len=38, output_len=2)],
-    ),
+    (GivesWayItself, *GIVES_WAY),
     (
         AdmitsByChunk,
         engine(1, 1, 48, 2, 8192, 0.04),
@@ -227,13 +240,9 @@ def test_a_wrong_scheduler_is_found(monkeypatch, wrong, settings, asks):
 
 
 def test_a_wrong_pool_is_found(monkeypatch):
-    settings = engine(1, 1, 28, 1, 8192, 0.0)
-    asks = [Ask(output_len=0)] * 10
-    asks += [Ask("fork", of=3, cut=1, new_len=0, output_len=27), *[Ask(output_len=0)] * 2]
-    asks += [Ask("fork", of=3, cut=1, new_len=1, output_len=0)]
-    assert not differs(settings, asks)
+    assert not differs(*FORGOTTEN_PREFIX)
     monkeypatch.setattr("kvsim.scheduler.BlockPool", FreesHeadFirst)
-    assert differs(settings, asks)
+    assert differs(*FORGOTTEN_PREFIX)
 
 
 def differs(settings, asks):
