@@ -1,52 +1,18 @@
-"""The command line as a user meets it: separate processes, exit codes, what is on which stream, files."""
+"""The command line as a user meets it: what it prints, exit codes, mistakes, files."""
 
 import json
-import os
-import pty
 import re
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from kvsim.cli import FORMATS, app, one_line
+from kvsim.cli import FORMATS, one_line
 from kvsim.events import Kind
 from kvsim.workload import load
-
-KVSIM = str(Path(sys.executable).parent / "kvsim")
-
-TINY = """
-[scenario]
-name = "tiny"
-description = "as small as it gets"
-
-[model]
-name = "llama-3.1-8b"
-
-[device]
-name = "h100-sxm"
-
-[cluster]
-instances = 2
-
-[engine]
-num_gpu_blocks = 100
-
-[workload]
-generator = "agentic"
-sessions = 3
-turns = 3
-common_len = 64
-first_len = 100
-turn_len = 50
-output_len = 10
-start_spread_s = 1.0
-"""
+from tests.kvsim.command import document, inside, kvsim, mooncake, refused
 
 KEYS = [
     "scenario", "engine", "seed", "digest", "decisions_digest", "requests_completed", "requests_rejected",
@@ -54,60 +20,6 @@ KEYS = [
     "throughput_tokens_per_s", "throughput_tokens_per_s_per_gpu", "num_gpus", "preemptions", "late_misses",
     "invariants",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    path = tmp_path / "tiny.toml"
-    path.write_text(TINY)
-    return path
-
-
-@pytest.fixture
-def trace(tmp_path):
-    return mooncake(tmp_path / "trace.jsonl", [(0, 600, 5, [1, 2]), (100, 1100, 5, [1, 2, 3])])
-
-
-def mooncake(path, requests):
-    keys = ("timestamp", "input_length", "output_length", "hash_ids")
-    path.write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in requests))
-    return path
-
-
-def kvsim(*arguments, cwd=None, **environment):
-    """Run the command in a process of its own; the parsed traces that it keeps go nowhere."""
-    return subprocess.run(
-        [KVSIM, *map(str, arguments)],
-        env={**os.environ, "XDG_CACHE_HOME": os.devnull, **environment},
-        cwd=cwd,
-        capture_output=True,
-        timeout=60,
-        encoding="utf-8",
-        errors="surrogateescape",
-    )
-
-
-def inside(*arguments):
-    """The same without a process, for what differs in the arguments only."""
-    result = CliRunner(env={"XDG_CACHE_HOME": os.devnull}).invoke(app, [str(argument) for argument in arguments])
-    assert isinstance(result.exception, SystemExit | None), result.exception
-    return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
-
-
-def document(*arguments, run=inside, **environment):
-    """What a successful command prints with --json: one document on standard output, nothing on the other."""
-    result = run(*arguments, "--json", **environment)
-    assert (result.returncode, result.stderr) == (0, "")
-    return json.loads(result.stdout)
-
-
-def refused(*arguments, run=inside, **environment):
-    """The one line of a command that ends for a mistake of the caller's."""
-    result = run(*arguments, **environment)
-    assert (result.returncode, result.stdout) == (2, ""), result
-    assert len(result.stderr.splitlines()) == 1 and result.stderr.endswith("\n"), result.stderr
-    assert result.stderr.removesuffix("\n").isprintable()
-    return result.stderr.removesuffix("\n")
 
 
 # --- run --------------------------------------------------------------------------------------------------------------
@@ -284,6 +196,10 @@ def test_the_reference_engine_says_what_it_needs(tiny, tmp_path):
     assert "pip install 'kvtwin[connector]'" in line
 
 
+def test_without_assertions_it_does_not_claim_to_have_checked(tiny):
+    assert "PYTHONOPTIMIZE" in refused("run", tiny, run=kvsim, PYTHONOPTIMIZE="1")
+
+
 def test_a_bug_has_a_traceback_and_exits_1(tiny, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import kvsim.invariants as module\n"
@@ -385,75 +301,3 @@ def test_help_and_hits_start_without_the_simulator(trace):
     assert subprocess.check_output([sys.executable, "-c", probe], text=True, timeout=60) == "[]\n"
     imported = subprocess.check_output([sys.executable, "-c", "import kvsim.cli, sys; print('numpy' in sys.modules)"])
     assert imported == b"False\n"
-
-
-# --- terminals, pipes and signals -------------------------------------------------------------------------------------
-
-
-def test_progress_is_for_terminals_only(tiny):
-    assert "9/9" in on_terminal("run", tiny)
-    assert on_terminal("run", tiny, "--json") == ""
-
-
-def on_terminal(*arguments):
-    """What a run writes to standard error when that is a terminal."""
-    ours, theirs = pty.openpty()
-    child = subprocess.Popen([KVSIM, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=theirs)
-    os.close(theirs)
-    written = b""
-    try:
-        while chunk := os.read(ours, 4096):
-            written += chunk
-    except OSError:  # how a terminal says that nobody is left on the other side
-        pass
-    os.close(ours)
-    assert child.wait(timeout=60) == 0
-    return written.decode()
-
-
-def test_a_reader_that_has_seen_enough_ends_it_quietly(tiny):
-    reading, writing = os.pipe()
-    os.close(reading)
-    child = subprocess.Popen([KVSIM, "run", tiny, "--json"], stdout=writing, stderr=subprocess.PIPE)
-    os.close(writing)
-    assert child.communicate(timeout=60)[1] == b""
-    assert child.returncode == -signal.SIGPIPE
-
-
-@pytest.mark.parametrize("as_json", [[], ["--json"]])
-def test_output_that_cannot_be_written_is_one_line(trace, as_json):
-    with open("/dev/full", "w") as full:
-        child = subprocess.run([KVSIM, "trace", "stats", trace, *as_json], stdout=full, stderr=subprocess.PIPE)
-    assert child.returncode == 1
-    assert child.stderr == b"standard output: not written: No space left on device\n"
-
-
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-@pytest.mark.parametrize("as_json", ["", "--json"])
-def test_streams_may_be_closed(tiny, closed, as_json):
-    child = subprocess.run(f"'{KVSIM}' run '{tiny}' {as_json} {closed}", shell=True, capture_output=True, timeout=60)
-    assert (child.returncode, child.stderr) == (0, b"")
-    assert bool(child.stdout) == (closed == "2>&-")
-
-
-def test_a_message_goes_nowhere_rather_than_to_standard_output():
-    child = subprocess.run(f"'{KVSIM}' trace stats none 2>&-", shell=True, capture_output=True, timeout=60)
-    assert (child.returncode, child.stdout) == (2, b"")
-
-
-def test_without_assertions_it_does_not_claim_to_have_checked(tiny):
-    assert "PYTHONOPTIMIZE" in refused("run", tiny, run=kvsim, PYTHONOPTIMIZE="1")
-
-
-def test_ctrl_c_ends_it_quietly(tiny, tmp_path):
-    pipe = tmp_path / "trace.jsonl"
-    os.mkfifo(pipe)
-    child = subprocess.Popen(
-        [KVSIM, "run", tiny, "--trace", pipe, "--format", "mooncake", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with pipe.open("w"):  # opens once the child reads
-        child.send_signal(signal.SIGINT)
-        assert child.communicate(timeout=60) == (b"", b"")
-    assert child.returncode == 128 + signal.SIGINT
