@@ -96,7 +96,7 @@ def test_the_death_of_who_holds_the_bytes_costs_a_failed_load(engines, prompt, b
     try:
         start = time.monotonic()
         answer = engines.read([tokens])
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 8.0  # about 1 s here; busy machines take their time
         assert len(engines.reader.call("take_gets")) == 1
         assert (answer["computed"], answer["tokens"]) == (700 + 15, right)
     finally:
