@@ -4,6 +4,7 @@ A call into the client library cannot be interrupted. Here its caller goes on, a
 turned away at once, so that a store that hangs costs one thread and no more waiting.
 """
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Generic, TypeVar
 
 from kvcore.ports import Clock
 from kvcore.units import NS_PER_S
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
 
 T = TypeVar("T")
 
@@ -27,6 +30,8 @@ class _Call(Generic[T]):
     def run(self) -> None:
         try:
             self.result = self.function()
+        except Exception:
+            logger.exception("a call into the client library failed")
         finally:
             self.done.set()
 
@@ -49,7 +54,7 @@ class Lane:
         return running is not None and running.left
 
     def call(self, function: Callable[[], T], deadline_ns: int) -> T | None:
-        """`function()`, or None when it has not ended by the deadline. It must not raise, and may end later."""
+        """`function()`, or None when it raises or has not ended by the deadline; it may end later."""
         if self.hangs:
             return None
         call = _Call(function)

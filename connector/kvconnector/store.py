@@ -3,20 +3,21 @@
 Whatever goes wrong is an outcome. The master may be missing at the start, vanish and come back: each costs misses.
 """
 
+import contextlib
 import logging
 import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from kvconnector.config import PoolConfig
 from kvconnector.lane import Lane
-from kvcore.errors import require
+from kvcore.errors import InvalidArgument, require
 from kvcore.keys import BlockKey, format_key
 from kvcore.ports import Clock, StoreOutcome
-from kvcore.units import NS_PER_MS
+from kvcore.units import NS_PER_MS, NS_PER_S
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
 
@@ -28,8 +29,28 @@ RETRY_NS = 500 * NS_PER_MS
 
 PROBE_TIMEOUT_S = 0.2
 
+TCP_PIECES_PER_CALL = 64
+"""Mooncake's TCP transport queues 2,048 pieces for a peer; more are refused, or stuck for a minute (0.3.13)."""
+
+PIECES_PER_CALL = 4_096
+
+ABANDONED_NS = 55 * NS_PER_S
+"""A transfer that fails after 60 s was given up by Mooncake, whose transport may still move its bytes later."""
+
+# Read by Mooncake when a client is made. `setup` holds the interpreter lock, and would retry for 90 s. A holder that
+# says nothing is given up after 30 s a piece, 4 pieces at a time; with these a call on one takes 9 s.
+_MOONCAKE_SETTINGS = {
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_TCP_LANES_PER_PEER": "16",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+}
+
 _ClientCall: TypeAlias = Callable[[Any, list[str]], list[StoreOutcome]]
 """Given Mooncake's client and the keys' names: one outcome per name."""
+
+_Transfer: TypeAlias = Callable[[Any, list[str], Sequence[Pieces]], list[StoreOutcome]]
+"""The same for a call that reads or writes the keys' pieces."""
 
 # Mooncake's error codes (mooncake-store/include/types.h); what is not here counts as unavailable.
 _NO_SPACE, _BAD_PARAMETERS, _TRANSFER_FAILED, _RPC_FAILED, _RPC_TIMEOUT = -200, -600, -800, -900, -901
@@ -46,15 +67,17 @@ _OUTCOME_OF_CODE = {
 class MooncakeStore:
     """A `KVStore[Pieces]`. One per process and use; its methods may be called from any thread.
 
-    `exists` and `remove` return at their deadline. `get` and `put` touch the caller's memory, so a call that has begun
-    returns only when Mooncake is done with it (its own timeouts bound that, see `PoolConfig.rpc_timeout_ms`).
+    `exists` and `remove` return at their deadline. `get` and `put` touch the caller's memory, so each returns only when
+    Mooncake is done with it: they are cut into calls, none begins after the deadline or after one that lost the pool,
+    and Mooncake's own timeouts bound the one that runs. Where they cannot, the client is closed: nothing else stops it.
     """
 
     def __init__(self, config: PoolConfig, clock: Clock, new_client: Callable[[], Any] | None = None) -> None:
         self.counts: Counter[tuple[str, StoreOutcome]] = Counter()
         """Keys by operation and outcome."""
         self._clock = clock
-        self._link = _Link(config, clock, new_client or _mooncake_client)
+        self._pieces_per_call = TCP_PIECES_PER_CALL if config.protocol == "tcp" else PIECES_PER_CALL
+        self._link = _Link(config, clock, new_client or _mooncake_client())
         self._lane = Lane("kvtwin-ask", clock)
         self._counting = threading.Lock()
 
@@ -85,22 +108,21 @@ class MooncakeStore:
     def get(self, keys: Sequence[BlockKey], buffers: Sequence[Pieces], deadline_ns: int) -> list[StoreOutcome]:
         """Fill each key's pieces; whatever is not OK may hold any bytes afterwards."""
         require(len(keys) == len(buffers), "len(buffers)", len(buffers), f"one per key, {len(keys)}")
-        sizes_bytes = [sum(size for _, size in pieces) for pieces in buffers]
 
-        def get(client: Any, names: list[str]) -> list[StoreOutcome]:
+        def get(client: Any, names: list[str], buffers: Sequence[Pieces]) -> list[StoreOutcome]:
             codes = client.batch_get_into_multi_buffers(names, *_addresses_and_sizes(buffers))
-            return [_got(client, *each) for each in zip(names, codes, sizes_bytes, strict=True)]
+            return _got(client, names, codes, [sum(size for _, size in pieces) for pieces in buffers])
 
-        return self._count("get", self._move(keys, deadline_ns, get))
+        return self._count("get", self._move(keys, buffers, deadline_ns, get))
 
     def put(self, keys: Sequence[BlockKey], buffers: Sequence[Pieces], deadline_ns: int) -> list[StoreOutcome]:
         """Store each key's pieces; a key that is there already keeps its bytes and costs no transfer."""
         require(len(keys) == len(buffers), "len(buffers)", len(buffers), f"one per key, {len(keys)}")
 
-        def put(client: Any, names: list[str]) -> list[StoreOutcome]:
+        def put(client: Any, names: list[str], buffers: Sequence[Pieces]) -> list[StoreOutcome]:
             return [_moved(code) for code in client.batch_put_from_multi_buffers(names, *_addresses_and_sizes(buffers))]
 
-        return self._count("put", self._move(keys, deadline_ns, put))
+        return self._count("put", self._move(keys, buffers, deadline_ns, put))
 
     def close(self) -> None:
         """Leave the store, unless a call hangs: the client must not be taken away from under it."""
@@ -114,11 +136,27 @@ class MooncakeStore:
             outcomes = self._lane.call(lambda: self._link.run(names, call), deadline_ns)
         return [StoreOutcome.TIMEOUT] * len(keys) if outcomes is None else outcomes
 
-    def _move(self, keys: Sequence[BlockKey], deadline_ns: int, call: _ClientCall) -> list[StoreOutcome]:
+    def _move(
+        self, keys: Sequence[BlockKey], buffers: Sequence[Pieces], deadline_ns: int, transfer: _Transfer
+    ) -> list[StoreOutcome]:
         names = [format_key(key) for key in keys]
-        if self._clock.now_ns() >= deadline_ns:
-            return [StoreOutcome.TIMEOUT] * len(keys)
-        return self._link.run(names, call)
+        outcomes: list[StoreOutcome] = []
+        for part in _parts(buffers, self._pieces_per_call):
+            if self._clock.now_ns() >= deadline_ns:
+                return outcomes + [StoreOutcome.TIMEOUT] * (len(keys) - len(outcomes))
+            moved = self._transfer(names[part], buffers[part], transfer)
+            outcomes += moved
+            if _LOST & set(moved):
+                return outcomes + [StoreOutcome.UNAVAILABLE] * (len(keys) - len(outcomes))
+        return outcomes
+
+    def _transfer(self, names: list[str], buffers: Sequence[Pieces], transfer: _Transfer) -> list[StoreOutcome]:
+        started_ns = self._clock.now_ns()
+        outcomes = self._link.run(names, lambda client, names: transfer(client, names, buffers))
+        if _LOST & set(outcomes) and self._clock.now_ns() - started_ns >= ABANDONED_NS:
+            logger.error("Mooncake gave up %d transfers that may still run: its client is closed", len(names))
+            self._link.leave()
+        return outcomes
 
     def _count(self, operation: str, outcomes: list[StoreOutcome]) -> list[StoreOutcome]:
         with self._counting:
@@ -127,13 +165,15 @@ class MooncakeStore:
 
 
 class _Link:
-    """The connection: made on first use, probed before use when the last call failed."""
+    """The connection: made on first use, probed before use when the last call failed, made anew after `leave`."""
 
     def __init__(self, config: PoolConfig, clock: Clock, new_client: Callable[[], Any]) -> None:
         self._config = config
         self._clock = clock
         self._new_client = new_client
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._num_calls = 0
+        self._leaving = False
         self._ranges: list[tuple[int, int]] = []
         self._client: Any = None
         self._suspect = False
@@ -149,17 +189,27 @@ class _Link:
         """The call's outcomes; UNAVAILABLE for every name without a master, or when the call raises."""
         if not names:
             return []
+        outcomes: list[StoreOutcome] = []
         try:
-            client = self.usable_client()
-            outcomes = call(client, names) if client is not None else []
+            with self._calling() as client:
+                if client is not None:
+                    outcomes = call(client, names)
         except Exception:
             logger.exception("Mooncake call failed")
-            outcomes = []
         if len(outcomes) != len(names):
             outcomes = [StoreOutcome.UNAVAILABLE] * len(names)
         if _LOST & set(outcomes):
             self._suspect = True
         return outcomes
+
+    def leave(self) -> None:
+        """Close the client when no call is in it; a segment it lent goes with it. The next call makes another one."""
+        with self._lock:
+            self._leaving = True
+            self._lock.wait_for(lambda: not self._num_calls)
+            client, self._client, self._leaving = self._client, None, False
+        if client is not None:
+            client.close()
 
     def close(self) -> None:
         with self._lock:
@@ -168,9 +218,23 @@ class _Link:
         if client is not None:
             client.close()
 
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[Any | None]:
+        with self._lock:
+            client = self.usable_client()
+            self._num_calls += 1
+        try:
+            yield client
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+                self._lock.notify_all()
+
     def usable_client(self) -> Any | None:
         """Mooncake's client, or None while the master does not answer."""
         with self._lock:
+            if self._leaving:
+                return None
             if self._client is not None and not self._suspect:
                 return self._client
             if self._retry_at_ns is not None and self._clock.now_ns() < self._retry_at_ns:
@@ -194,9 +258,8 @@ class _Link:
         if self._client is not None:
             return True
         config = self._config
-        # Mooncake reads these once. `setup` holds the interpreter lock, and would retry for 90 s.
-        os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
-        os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(config.rpc_timeout_ms))
+        for name, value in {**_MOONCAKE_SETTINGS, "MC_RPC_TIMEOUT_MS": str(config.rpc_timeout_ms)}.items():
+            os.environ.setdefault(name, value)
         client = self._new_client()
         tenant = {} if config.tenant_id == "default" else {"tenant_id": config.tenant_id}
         code = client.setup(
@@ -229,10 +292,14 @@ _LOST = {StoreOutcome.UNAVAILABLE, StoreOutcome.TIMEOUT}
 _NEVER_NS = 1 << 62
 
 
-def _mooncake_client() -> Any:
-    from mooncake.store import MooncakeDistributedStore  # late: it loads RDMA libraries
-
-    return MooncakeDistributedStore()
+def _mooncake_client() -> Callable[[], Any]:
+    try:
+        from mooncake.store import MooncakeDistributedStore  # late: it loads RDMA libraries
+    except ImportError as error:
+        expected = f"Mooncake, which cannot be imported ({error}): pip install 'kvtwin[connector]', and libibverbs1"
+        raise InvalidArgument("kv_connector", "KVTwinConnector", expected) from error
+    new_client: Callable[[], Any] = MooncakeDistributedStore
+    return new_client
 
 
 def _answers(address: str) -> bool:
@@ -270,10 +337,27 @@ def _moved(code: int) -> StoreOutcome:
     return StoreOutcome.OK if code == 0 else _OUTCOME_OF_CODE.get(code, StoreOutcome.UNAVAILABLE)
 
 
-def _got(client: Any, name: str, code: int, size_bytes: int) -> StoreOutcome:
-    if code >= 0:
-        return StoreOutcome.OK if code == size_bytes else StoreOutcome.BAD_LENGTH
-    if code == _TRANSFER_FAILED:  # its holder is gone, or its length is another
-        stored_bytes = client.get_size(name)
-        return StoreOutcome.BAD_LENGTH if 0 <= stored_bytes != size_bytes else StoreOutcome.UNAVAILABLE
-    return _OUTCOME_OF_CODE.get(code, StoreOutcome.UNAVAILABLE)
+def _got(client: Any, names: list[str], codes: list[int], sizes_bytes: list[int]) -> list[StoreOutcome]:
+    outcomes: list[StoreOutcome] = []
+    for name, code, size_bytes in zip(names, codes, sizes_bytes, strict=True):
+        if code >= 0:
+            outcomes.append(StoreOutcome.OK if code == size_bytes else StoreOutcome.BAD_LENGTH)
+        elif code == _TRANSFER_FAILED and StoreOutcome.UNAVAILABLE not in outcomes:
+            # Its holder is gone, or its length is another. The master is asked once: it may be gone, too.
+            stored_bytes = client.get_size(name)
+            outcomes.append(StoreOutcome.BAD_LENGTH if 0 <= stored_bytes != size_bytes else StoreOutcome.UNAVAILABLE)
+        else:
+            outcomes.append(_OUTCOME_OF_CODE.get(code, StoreOutcome.UNAVAILABLE))
+    return outcomes
+
+
+def _parts(buffers: Sequence[Pieces], max_pieces: int) -> Iterator[slice]:
+    """Consecutive slices of at most `max_pieces` pieces, or of one buffer."""
+    start, num_pieces = 0, 0
+    for index, pieces in enumerate(buffers):
+        if index > start and num_pieces + len(pieces) > max_pieces:
+            yield slice(start, index)
+            start, num_pieces = index, 0
+        num_pieces += len(pieces)
+    if start < len(buffers):
+        yield slice(start, len(buffers))

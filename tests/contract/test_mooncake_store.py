@@ -189,6 +189,33 @@ def test_the_death_of_a_segment_s_owner_is_not_a_length(own_pool):
     assert subject.put({subject.key(2): content(2)}) == [UNAVAILABLE]
 
 
+def test_a_frozen_owner_delays_a_transfer_by_seconds_and_writes_nothing_after_it(own_pool):
+    """Without the settings that the store makes: a minute, and most of the bytes come after the call has returned."""
+    _, owner, subject = own_pool
+    keys = subject.keys(21)
+    assert subject.put({key: content(number) for number, key in enumerate(keys)}) == [OK] * len(keys)
+    buffers = [subject.make_buffer(bytes(96)) for _ in keys]
+    owner.process.freeze()
+    outcomes, took_s = seconds(subject.store.get, keys, buffers, subject.deadline_ns())
+    assert outcomes == [UNAVAILABLE] * len(keys)
+    assert 1 < took_s < 20
+    for pieces in buffers:
+        for address, size_bytes in pieces:
+            ctypes.memset(address, 0xEE, size_bytes)
+    owner.process.thaw()
+    time.sleep(1)
+    assert all(subject.read_buffer(pieces) == b"\xee" * 96 for pieces in buffers)
+    assert subject.put({subject.key(99): content(99)}) == [OK]
+
+
+def test_more_pieces_than_the_transport_queues_are_moved(joined):
+    """In one call 2,100 pieces were refused after a minute, from a pool in which nothing is wrong."""
+    subject = StoreUnderTest(joined.store, joined.clock, next(NAMESPACES), joined.make_buffer, joined.read_buffer)
+    values = {key: content(number) for number, key in enumerate(subject.keys(1_050))}
+    assert subject.put(values) == [OK] * len(values)
+    assert subject.get(dict.fromkeys(values, 96)) == [(OK, value) for value in values.values()]
+
+
 def test_a_master_that_comes_late_is_found(tmp_path):
     master = Master(tmp_path)
     master.kill()

@@ -1,11 +1,15 @@
 """Every code and misbehaviour of Mooncake's client becomes an outcome; connecting is tried again, not insisted on."""
 
+import os
 import socket
+import sys
 import threading
+import time
 
 import pytest
 from kvconnector.config import PoolConfig
-from kvconnector.store import RETRY_NS, MooncakeStore
+from kvconnector.lane import Lane
+from kvconnector.store import ABANDONED_NS, PIECES_PER_CALL, RETRY_NS, TCP_PIECES_PER_CALL, MooncakeStore
 
 from kvcore.errors import InvalidArgument
 from kvcore.keys import BlockHash, BlockKey, Namespace
@@ -53,10 +57,17 @@ class Client:
         return self._answer("remove", names, force)
 
     def get_size(self, name):
+        self.calls.append(("size", name))
         return self.sizes.get(name, -704)
 
     def close(self):
         self.calls.append(("close",))
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """What is set here for Mooncake is not meant for the tests after these."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
 @pytest.fixture
@@ -82,8 +93,13 @@ def client():
 
 
 @pytest.fixture
-def store(master, client):
-    return MooncakeStore(PoolConfig(master), HandClock(), lambda: client)
+def clock():
+    return HandClock()
+
+
+@pytest.fixture
+def store(master, client, clock):
+    return MooncakeStore(PoolConfig(master), clock, lambda: client)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +126,7 @@ def test_codes(store, client, code, exists, get, put, remove):
     assert store.get([KEY], [pieces], SOON_NS) == [get]
     assert store.put([KEY], [pieces], SOON_NS) == [put]
     assert store.remove([KEY], SOON_NS) == [remove]
-    assert client.calls[1:] == [
+    assert [call for call in client.calls if call[0] not in ("setup", "size")] == [
         ("exists", ["n-g0-r0-01"]),
         ("get", ["n-g0-r0-01"], [[64, 128]], [[5, 3]]),
         ("put", ["n-g0-r0-01"], [[64, 128]], [[5, 3]]),
@@ -192,3 +208,156 @@ def test_after_close_nothing_is_called(store, client):
     store.close()
     assert store.exists([KEY], SOON_NS) == [UNAVAILABLE]
     assert client.calls[-1] == ("close",)
+
+
+# -- transfers are cut into calls -------------------------------------------------------------------------------------
+
+
+def many(number, pieces_each):
+    """Keys, and for each as many pieces of one byte."""
+    keys = [KEY._replace(block_hash=BlockHash(bytes([index]))) for index in range(number)]
+    return keys, [[(64 * index + piece, 1) for piece in range(pieces_each)] for index in range(number)]
+
+
+def answer_by_call(client, *answers):
+    """The i-th get or put answers `answers[i]`: codes, or a function that makes them."""
+    waiting = list(answers)
+
+    def answer(*call):
+        client.calls.append(call)
+        codes = waiting.pop(0)
+        return codes() if callable(codes) else codes
+
+    client._answer = answer
+
+
+def transfers(client):
+    return [len(call[1]) for call in client.calls if call[0] in ("get", "put")]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "pieces_each", "calls"),
+    [
+        ("tcp", TCP_PIECES_PER_CALL // 2, [2, 2, 1]),
+        ("tcp", TCP_PIECES_PER_CALL // 2 + 1, [1] * 5),
+        ("tcp", TCP_PIECES_PER_CALL * 2, [1] * 5),
+        ("tcp", 1, [5]),
+        ("rdma", PIECES_PER_CALL // 4, [4, 1]),
+    ],
+)
+def test_a_call_has_a_bounded_number_of_pieces(master, client, clock, protocol, pieces_each, calls):
+    store = MooncakeStore(PoolConfig(master, protocol=protocol), clock, lambda: client)
+    answer_by_call(client, *[[0] * size for size in calls])
+    assert store.put(*many(5, pieces_each), SOON_NS) == [OK] * 5
+    assert transfers(client) == calls
+    moved = [address for call in client.calls if call[0] == "put" for group in call[2] for address in group]
+    assert moved == [address for pieces in many(5, pieces_each)[1] for address, _ in pieces]
+
+
+def test_after_a_call_that_lost_the_pool_the_rest_is_not_begun(store, client):
+    answer_by_call(client, [0, -200], [0, -800], [0])
+    outcomes = store.put(*many(5, TCP_PIECES_PER_CALL // 2), SOON_NS)
+    assert (outcomes, transfers(client)) == ([OK, NO_SPACE, OK, UNAVAILABLE, UNAVAILABLE], [2, 2])
+
+
+def test_no_call_begins_at_the_deadline(store, client, clock):
+    def slow():
+        clock.time_ns += 10
+        return [1] * TCP_PIECES_PER_CALL
+
+    answer_by_call(client, slow, slow, slow)
+    keys, buffers = many(3 * TCP_PIECES_PER_CALL, 1)
+    outcomes = store.get(keys, buffers, clock.time_ns + 20)
+    assert [outcomes.count(each) for each in (OK, TIMEOUT)] == [2 * TCP_PIECES_PER_CALL, TCP_PIECES_PER_CALL]
+
+
+def test_the_master_is_asked_for_one_length_when_a_holder_is_gone(store, client):
+    client.codes = [-800] * 4
+    client.sizes = {"n-g0-r0-00": 2}
+    assert store.get(*many(4, 1), SOON_NS) == [BAD_LENGTH, UNAVAILABLE, UNAVAILABLE, UNAVAILABLE]
+    assert [call for call in client.calls if call[0] == "size"] == [("size", "n-g0-r0-00"), ("size", "n-g0-r0-01")]
+
+
+# -- what Mooncake gave up --------------------------------------------------------------------------------------------
+
+
+def test_a_client_whose_transfer_was_given_up_is_closed_before_the_caller_goes_on(master, clock):
+    """Its transport may still write into the caller's memory; nothing but its end stops that."""
+    clients = [Client(), Client()]
+    made = iter(clients)
+    store = MooncakeStore(PoolConfig(master), clock, lambda: next(made))
+    store.register(64, 10)
+
+    def given_up():
+        clock.time_ns += ABANDONED_NS
+        return [-800]
+
+    answer_by_call(clients[0], given_up)
+    clients[1].codes = [1]
+    assert store.get([KEY], [[(64, 1)]], SOON_NS) == [UNAVAILABLE]
+    assert clients[0].calls[-1] == ("close",)
+    assert store.get([KEY], [[(64, 1)]], SOON_NS) == [OK]
+    assert [call[0] for call in clients[1].calls] == ["setup", "register", "get"]
+
+
+def test_a_transfer_that_fails_in_time_has_ended_and_a_slow_one_that_succeeds_too(store, client, clock):
+    def slowly(codes, duration_ns):
+        def answer():
+            clock.time_ns += duration_ns
+            return codes
+
+        return answer
+
+    answer_by_call(client, slowly([-800], ABANDONED_NS - 1), slowly([1], ABANDONED_NS))
+    assert store.get([KEY], [[(64, 1)]], SOON_NS) == [UNAVAILABLE]
+    assert store.get([KEY], [[(64, 1)]], SOON_NS) == [OK]
+    assert ("close",) not in client.calls
+
+
+def test_a_client_is_not_closed_under_another_call(store, client, clock):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def long():
+        begun.set()
+        may_end.wait(10)
+        return [0]
+
+    def given_up():
+        clock.time_ns += ABANDONED_NS
+        return [-800]
+
+    answer_by_call(client, long, given_up)
+    putter = threading.Thread(target=lambda: store.put([KEY], [[(64, 1)]], SOON_NS))
+    putter.start()
+    assert begun.wait(10)
+    getter = threading.Thread(target=lambda: store.get([KEY], [[(64, 1)]], SOON_NS))
+    getter.start()
+    time.sleep(0.05)
+    assert ("close",) not in client.calls and getter.is_alive()
+    assert store.exists([KEY], SOON_NS) == [UNAVAILABLE], "no call begins meanwhile"
+    may_end.set()
+    getter.join(10)
+    putter.join(10)
+    assert client.calls[-1] == ("close",)
+
+
+# -- what is wrong with the client itself -----------------------------------------------------------------------------
+
+
+def test_without_mooncake_the_engine_does_not_start(master, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(InvalidArgument, match=r"kvtwin\[connector\]"):
+        MooncakeStore(PoolConfig(master), HandClock())
+
+
+def test_a_call_that_raises_does_not_end_the_lane():
+    lane = Lane("test", HandClock())
+    assert lane.call(lambda: 1 // 0, SOON_NS) is None
+    assert lane.call(lambda: "alive", SOON_NS) == "alive"
+
+
+def test_a_client_that_cannot_be_made_is_tried_again_later(master):
+    made = iter([lambda: 1 // 0, Client])
+    store = MooncakeStore(PoolConfig(master), HandClock(), lambda: next(made)())
+    assert not store.join(SOON_NS)
+    assert store.join(SOON_NS)
