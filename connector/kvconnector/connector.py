@@ -6,6 +6,7 @@ The name is KVTwinConnector; without the plugin, kv_connector_module_path must b
 import dataclasses
 import logging
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,6 +114,13 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """See `SchedulerHalf.has_pending_push_work`."""
         return self._scheduler.has_pending_push_work()
+
+    def reset_cache(self) -> bool:
+        """Nothing that was stored before is loaded any more. True; what other engines share stays theirs."""
+        namespace = namespace_digest({"before": self._scheduler.namespace, "reset": uuid.uuid4().hex})
+        self._scheduler.move_to(namespace)
+        logger.warning("kvtwin: the cache was reset: keys are in namespace %s, which no other engine shares", namespace)
+        return True
 
     # -- worker ------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, NewType
 
-from kvcore.keys import BlockHash
+from kvcore.keys import BlockHash, Namespace
 from kvcore.types import GroupId
 
 JobId = NewType("JobId", int)
@@ -24,6 +24,7 @@ class LoadJob(NamedTuple):
 
     job_id: JobId
     request_id: str
+    namespace: Namespace
     entries: tuple[Entry, ...]
     unwritten: tuple[int, ...] = ()
 
@@ -33,6 +34,7 @@ class StoreJob(NamedTuple):
 
     job_id: JobId
     request_id: str
+    namespace: Namespace
     entries: tuple[Entry, ...]
 
 

@@ -5,16 +5,14 @@ from dataclasses import dataclass
 
 from kvconnector.jobs import Ended, Entry, JobId, LoadJob, StoreJob
 from kvconnector.vllm_compat import KVConnectorMetadata, KVConnectorWorkerMetadata
-from kvcore.keys import Namespace
 
 __all__ = ["Ended", "Entry", "JobId", "LoadJob", "StepMetadata", "StoreJob", "WorkerReport"]
 
 
 @dataclass(frozen=True)
 class StepMetadata(KVConnectorMetadata):
-    """The jobs that one step brings to every worker, and the namespace of their keys."""
+    """The jobs that one step brings to every worker."""
 
-    namespace: Namespace
     loads: tuple[LoadJob, ...]
     stores: tuple[StoreJob, ...]
 

@@ -4,7 +4,7 @@ No decision is taken here; `kvcore.request` takes them. Nothing here waits: look
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
@@ -81,6 +81,11 @@ class SchedulerHalf:
         self._stores: list[StoreJob] = []
         self._next_job = 0
 
+    @property
+    def namespace(self) -> Namespace:
+        """Of the keys that are asked, loaded and stored."""
+        return self._keys.namespace
+
     def bind_gpu_block_pool(self, pool: Any) -> None:
         """The engine's block pool, whose reference counts pin what a store reads."""
         self._pool = pool
@@ -122,7 +127,7 @@ class SchedulerHalf:
                 self._store(tracked, store, output.kv_connector_block_state.get_block_ids(request_id))
         loads, self._loads = self._loads, []
         stores, self._stores = self._stores, []
-        return StepMetadata(self._keys.namespace, tuple(loads), tuple(stores))
+        return StepMetadata(tuple(loads), tuple(stores))
 
     def update_connector_output(self, report: WorkerReport | None) -> None:
         """Jobs that ended at some rank: the last report ends the plan and takes the pins off its blocks."""
@@ -149,6 +154,10 @@ class SchedulerHalf:
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping so that jobs can be reported."""
         return bool(self._jobs)
+
+    def move_to(self, namespace: Namespace) -> None:
+        """From now on ask, load and store under other keys; what is under way goes on under the old ones."""
+        self._keys = replace(self._keys, namespace=namespace)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -187,7 +196,8 @@ class SchedulerHalf:
         unproven, _ = self._entries(tracked, load.unproven, block_ids)
         job = _Job(tracked, tracked.machine.load_finished, load.ticket, [], entries, [], self._ranks)
         unwritten = tuple(entry.block_id for entry in unproven)
-        self._loads.append(LoadJob(self._open(job), tracked.request.request_id, entries, unwritten))
+        namespace = self._keys.namespace
+        self._loads.append(LoadJob(self._open(job), tracked.request.request_id, namespace, entries, unwritten))
 
     def _store(self, tracked: _Tracked, store: Store, block_ids: Sequence[Sequence[int]]) -> None:
         """A window group may have given a block back before it was to be stored; that one counts as not written."""
@@ -195,7 +205,7 @@ class SchedulerHalf:
         pinned = [self._pool.blocks[entry.block_id] for entry in entries]
         self._pool.touch(pinned)
         job = _Job(tracked, tracked.machine.store_finished, store.ticket, missing, entries, pinned, self._ranks)
-        self._stores.append(StoreJob(self._open(job), tracked.request.request_id, entries))
+        self._stores.append(StoreJob(self._open(job), tracked.request.request_id, self._keys.namespace, entries))
 
     def _open(self, job: _Job) -> JobId:
         self._next_job += 1

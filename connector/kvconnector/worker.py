@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.jobs import Ended, Entry, LoadJob, StoreJob
+from kvconnector.jobs import Ended, LoadJob, StoreJob
 from kvconnector.layout import CacheView, GroupLayout, group_layout
 from kvconnector.metadata import StepMetadata, WorkerReport
 from kvconnector.store import MooncakeStore, Pieces
 from kvconnector.transfer import TransferThread
 from kvconnector.vllm_compat import KVConnectorTransferResults
 from kvcore.errors import InvalidArgument
-from kvcore.keys import BlockKey, Namespace
+from kvcore.keys import BlockKey
 from kvcore.ports import Clock, StoreOutcome
 from kvcore.spec import ModelSpec
 
@@ -33,7 +33,6 @@ class WorkerHalf:
         self._rank = rank
         self._layouts: tuple[GroupLayout, ...] = ()
         self._device = torch.device("cpu")
-        self._namespace = Namespace("")
         self._ended: list[Ended] = []
         self._unloaded_block_ids: set[int] = set()
         self._loads = TransferThread[LoadJob]("kvtwin-load", self._get, config.load_deadline_ms, clock)
@@ -52,13 +51,11 @@ class WorkerHalf:
 
     def start_load_kv(self, metadata: StepMetadata) -> None:
         """Start the step's loads; none is needed by the step itself."""
-        self._namespace = metadata.namespace
         for job in metadata.loads:
             self._loads.submit(job)
 
     def wait_for_save(self, metadata: StepMetadata) -> None:
         """Start the step's stores, each of which waits until the device has computed the step."""
-        self._namespace = metadata.namespace
         if metadata.stores:
             computed = _fence(self._device)
             for job in metadata.stores:
@@ -91,16 +88,16 @@ class WorkerHalf:
         return all([self._loads.close(), self._stores.close()])
 
     def _get(self, job: LoadJob, deadline_ns: int) -> Sequence[StoreOutcome]:
-        return self._store.get(*self._addressed(job.entries), deadline_ns)
+        return self._store.get(*self._addressed(job), deadline_ns)
 
     def _put(self, job: StoreJob, deadline_ns: int) -> Sequence[StoreOutcome]:
-        return self._store.put(*self._addressed(job.entries), deadline_ns)
+        return self._store.put(*self._addressed(job), deadline_ns)
 
-    def _addressed(self, entries: Iterable[Entry]) -> tuple[list[BlockKey], list[Pieces]]:
+    def _addressed(self, job: LoadJob | StoreJob) -> tuple[list[BlockKey], list[Pieces]]:
         keys: list[BlockKey] = []
         buffers: list[Pieces] = []
-        for group, _, block_hash, block_id in entries:
-            keys.append(BlockKey(self._namespace, group, self._rank, block_hash))
+        for group, _, block_hash, block_id in job.entries:
+            keys.append(BlockKey(job.namespace, group, self._rank, block_hash))
             buffers.append(self._layouts[group].locate(block_id))
         return keys, buffers
 

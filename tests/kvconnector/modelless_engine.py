@@ -1,6 +1,6 @@
 """vLLM's real scheduler and both halves of the real connector, without a model: blocks hold tags instead of numbers.
 
-What a token's KV is, is the text up to and including that token; so is what the next token will be. A step that reads
+What a token's KV is, is the text up to and including that token, and the version of the weights. A step that reads
 anything else, or an object in the pool that holds anything else than its key names, is a wrong token: both are asserted
 on the spot. Steps overlap as under vLLM's asynchronous scheduling; loads and stores move bytes at any time in between.
 """
@@ -132,7 +132,7 @@ class Rank:
         self.half = WorkerHalf(ConnectorConfig(PoolConfig("nowhere:1")), None, None, number, model)
         self.number, self.groups = number, model.groups
         self.memory = [[GARBAGE] * max(spec.block_size for spec in self.groups) for _ in range(num_blocks)]
-        self.tables, self.texts, self.drafts = {}, {}, {}
+        self.tables, self.texts, self.drafts, self.weights = {}, {}, {}, 0
 
     def run(self, output):
         """The tokens that the step samples per request; [] for one whose prompt is not done."""
@@ -177,11 +177,13 @@ class Rank:
         for group, spec in enumerate(self.groups):
             for position in range(max(0, start + 1 - getattr(spec, "window", start + 1)), start):
                 found = self._slots(request_id, group, position)[position % spec.block_size]
-                assert found == text[: position + 1], f"{request_id}: token {position} of group {group} is {found!r}"
+                assert found == (self.weights, text[: position + 1]), (
+                    f"{request_id}: token {position} of group {group} is {found!r}"
+                )
 
     def _write(self, request_id, position, tag):
         for group, spec in enumerate(self.groups):
-            self._slots(request_id, group, position)[position % spec.block_size] = tag
+            self._slots(request_id, group, position)[position % spec.block_size] = self.weights, tag
 
     def _slots(self, request_id, group, position):
         block_id = self.tables[request_id][group][position // self.groups[group].block_size]
@@ -240,6 +242,17 @@ class Engine:
 
     def abort(self, request_id):
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def update_weights(self):
+        """As after training: what was computed before must never be read again. False when blocks are in use."""
+        try:
+            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        except RuntimeError as error:  # raised into the call of whoever wants it, not into the engine's loop
+            assert "Failed to reset KV cache" in str(error)
+            return False
+        for rank in self.ranks:
+            rank.weights += 1
+        return True
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -306,22 +319,22 @@ class Engine:
         if thread.waiting:
             job = thread.waiting.popleft()
             move = self._load if kind == "load" else self._store
-            thread.end(job, [index for index, entry in enumerate(job.entries) if fails(index) or not move(rank, entry)])
+            keys = [BlockKey(job.namespace, entry.group, rank.number, entry.block_hash) for entry in job.entries]
+            moving = enumerate(zip(keys, job.entries, strict=True))
+            thread.end(job, [index for index, (key, entry) in moving if fails(index) or not move(rank, key, entry)])
 
-    def _load(self, rank, entry):
-        size, value = self.model.groups[entry.group].block_size, self.pool.get(self._key(rank, entry))
+    def _load(self, rank, key, entry):
+        size, value = self.model.groups[entry.group].block_size, self.pool.get(key)
         rank.memory[entry.block_id][:size] = value or [GARBAGE] * size
         return value is not None
 
-    def _store(self, rank, entry):
+    def _store(self, rank, key, entry):
         text, size = entry.block_hash.decode(), self.model.groups[entry.group].block_size
         value = rank.memory[entry.block_id][:size]
-        assert value == [text[:end] for end in range(len(text) - size + 1, len(text) + 1)], (entry, value)
-        self.pool.setdefault(self._key(rank, entry), value)
+        weights = value[0][0]
+        assert value == [(weights, text[:end]) for end in range(len(text) - size + 1, len(text) + 1)], (entry, value)
+        self.pool.setdefault(key, value)
         return True
-
-    def _key(self, rank, entry):
-        return BlockKey(self.half._keys.namespace, entry.group, rank.number, entry.block_hash)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -189,6 +189,11 @@ class Interleavings(RuleBasedStateMachine):
         except RuntimeError as error:  # raised into the call of whoever wants it, not into the engine's loop
             assert "Failed to reset KV cache" in str(error)
 
+    @precondition(lambda self: not self.engine.scheduled and not self.engine.executed)
+    @rule()
+    def update_weights(self):
+        self.seen["weights"] += self.engine.update_weights()
+
     def teardown(self):
         if not hasattr(self, "engine"):
             return
@@ -208,7 +213,7 @@ def search(engines, breaks=Interleavings.breaks):
 
 def test_any_interleaving(engines):
     seen = search(engines)
-    assert min(seen["hits"], seen["late_misses"], seen["rejected"]) > 10, seen
+    assert min(seen[event] for event in ("hits", "late_misses", "rejected", "weights")) > 10, seen
 
 
 # -- controls ---------------------------------------------------------------------------------------------------------
@@ -231,7 +236,14 @@ def forgetting_ranks(machine):
     machine.engine.half._ranks = 1
 
 
-@pytest.mark.parametrize("breaks", [without_pins, never_reporting_a_failed_load, forgetting_ranks])
+def keeping_what_old_weights_computed(machine):
+    """The pool is not reset with the engine's own cache."""
+    machine.engine.connector.reset_cache = lambda: True
+
+
+@pytest.mark.parametrize(
+    "breaks", [without_pins, never_reporting_a_failed_load, forgetting_ranks, keeping_what_old_weights_computed]
+)
 def test_a_broken_connector_is_found(engines, breaks):
     with pytest.raises(AssertionError):
         search(engines, breaks)

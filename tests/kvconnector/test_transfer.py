@@ -9,6 +9,7 @@ from kvconnector.jobs import Ended, Entry, JobId, LoadJob
 from kvconnector.lane import Lane
 from kvconnector.transfer import LookupThread, TransferThread
 
+from kvcore.keys import Namespace
 from kvcore.ports import StoreOutcome
 from kvcore.units import NS_PER_MS
 
@@ -41,7 +42,7 @@ class MonotonicClock:
 
 def job(number, blocks=2):
     entries = tuple(Entry(0, block, number.to_bytes(4, "big"), 10 * number + block) for block in range(blocks))
-    return LoadJob(JobId(number), f"request {number}", entries)
+    return LoadJob(JobId(number), f"request {number}", Namespace("n"), entries)
 
 
 def until(condition):

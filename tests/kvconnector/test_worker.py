@@ -20,6 +20,7 @@ pytestmark = pytest.mark.engine
 
 FULL = FullAttention(32)
 NUM_BLOCKS = 6
+N = Namespace("n")
 
 
 class AddressedStore:
@@ -79,10 +80,10 @@ def random_cache(*shape):
     return torch.randn((NUM_BLOCKS, *shape))
 
 
-def step(worker, loads=(), stores=(), namespace="n"):
+def step(worker, loads=(), stores=()):
     from kvconnector.metadata import StepMetadata
 
-    metadata = StepMetadata(Namespace(namespace), tuple(loads), tuple(stores))
+    metadata = StepMetadata(tuple(loads), tuple(stores))
     worker.start_load_kv(metadata)
     worker.wait_for_save(metadata)
 
@@ -128,9 +129,9 @@ def test_what_one_worker_stored_another_one_loads_into_other_blocks(workers, sto
     written, read = ([random_cache(2, 4, 3), random_cache(2, 4, 3)] for _ in range(2))
     before = [layer.clone() for layer in read]
     writer, reader = workers(written), workers(read)
-    step(writer, stores=[StoreJob(1, "a", entries((0, 5), (1, 2)))])
+    step(writer, stores=[StoreJob(1, "a", N, entries((0, 5), (1, 2)))])
     assert outcome(writer) == (set(), set(), set(), [Ended(1, 1, ())])
-    step(reader, loads=[LoadJob(7, "b", entries((1, 0), (0, 3)))])
+    step(reader, loads=[LoadJob(7, "b", N, entries((1, 0), (0, 3)))])
     assert outcome(reader) == ({"b"}, set(), set(), [Ended(7, 1, ())])
     for source, target, kept in zip(written, read, before, strict=True):
         assert torch.equal(target[0], source[2])
@@ -143,9 +144,9 @@ def test_a_recurrent_layer_s_states_travel_together(workers):
 
     written, read = ([[random_cache(3), random_cache(2, 2)]] for _ in range(2))
     writer, reader = workers(written), workers(read)
-    step(writer, stores=[StoreJob(1, "a", entries((4, 1)))])
+    step(writer, stores=[StoreJob(1, "a", N, entries((4, 1)))])
     outcome(writer)
-    step(reader, loads=[LoadJob(2, "b", entries((4, 0)))])
+    step(reader, loads=[LoadJob(2, "b", N, entries((4, 0)))])
     outcome(reader)
     for source, target in zip(written[0], read[0], strict=True):
         assert torch.equal(target[0], source[1])
@@ -153,10 +154,10 @@ def test_a_recurrent_layer_s_states_travel_together(workers):
 
 def test_with_one_group_exactly_the_blocks_without_data_are_reported(workers, store):
     worker = workers([random_cache(2)])
-    step(worker, stores=[StoreJob(1, "a", entries((0, 0), (1, 1), (2, 2)))])
+    step(worker, stores=[StoreJob(1, "a", N, entries((0, 0), (1, 1), (2, 2)))])
     outcome(worker)
     store.failing[b"h1"] = StoreOutcome.TIMEOUT
-    step(worker, loads=[LoadJob(2, "b", entries((0, 3), (1, 4), (9, 5)), unwritten=(2,))])
+    step(worker, loads=[LoadJob(2, "b", N, entries((0, 3), (1, 4), (9, 5)), unwritten=(2,))])
     assert outcome(worker) == ({"b"}, set(), {4, 5, 2}, [Ended(2, 1, (1, 2))])
     assert (worker.take_unloaded_block_ids(), worker.take_report()) == (set(), None)
 
@@ -164,9 +165,9 @@ def test_with_one_group_exactly_the_blocks_without_data_are_reported(workers, st
 def test_with_several_groups_the_request_is_reported_because_block_ids_are_ambiguous(workers, store):
     worker = workers([random_cache(2)], [random_cache(2)])
     good, bad = entries((0, 0)) + entries((0, 0), group=1), entries((0, 1)) + entries((3, 1), group=1)
-    step(worker, stores=[StoreJob(1, "a", good)])
+    step(worker, stores=[StoreJob(1, "a", N, good)])
     outcome(worker)
-    step(worker, loads=[LoadJob(2, "b", good), LoadJob(3, "c", bad), LoadJob(4, "d", (), unwritten=(5,))])
+    step(worker, loads=[LoadJob(2, "b", N, good), LoadJob(3, "c", N, bad), LoadJob(4, "d", N, (), unwritten=(5,))])
     received, failed, blocks, ended = set(), set(), set(), []
     while len(ended) < 3:
         for total, new in zip((received, failed, blocks, ended), outcome(worker), strict=True):
@@ -177,24 +178,28 @@ def test_with_several_groups_the_request_is_reported_because_block_ids_are_ambig
 
 def test_with_a_window_the_request_is_reported_because_its_past_is_missing(workers, store):
     worker = workers([random_cache(2)], spec=SlidingWindow(32, 64))
-    step(worker, loads=[LoadJob(1, "a", entries((7, 3)))])
+    step(worker, loads=[LoadJob(1, "a", N, entries((7, 3)))])
     assert outcome(worker) == ({"a"}, {"a"}, set(), [Ended(1, 1, (0,))])
 
 
 def test_groups_and_ranks_and_namespaces_never_answer_for_each_other(workers):
     writer = workers([random_cache(2)], [random_cache(2)])
-    step(writer, stores=[StoreJob(1, "a", entries((0, 0)))])
+    step(writer, stores=[StoreJob(1, "a", N, entries((0, 0)))])
     outcome(writer)
-    wrong = [(workers([random_cache(2)]), "other", 0), (workers([random_cache(2)], rank=1), "n", 0), (writer, "n", 1)]
+    wrong = [
+        (workers([random_cache(2)]), Namespace("other"), 0),
+        (workers([random_cache(2)], rank=1), N, 0),
+        (writer, N, 1),
+    ]
     for worker, namespace, group in wrong:
-        step(worker, loads=[LoadJob(2, "b", entries((0, 1), group=group))], namespace=namespace)
+        step(worker, loads=[LoadJob(2, "b", namespace, entries((0, 1), group=group))])
         assert outcome(worker)[3] == [Ended(2, 1, (0,))]
 
 
 def test_nothing_is_reported_while_a_byte_may_still_move(workers, store):
     worker = workers([random_cache(2)])
     store.open.clear()
-    step(worker, loads=[LoadJob(1, "a", entries((0, 0)))], stores=[StoreJob(2, "b", entries((1, 1)))])
+    step(worker, loads=[LoadJob(1, "a", N, entries((0, 0)))], stores=[StoreJob(2, "b", N, entries((1, 1)))])
     time.sleep(0.02)
     results = worker.get_transfer_results()
     assert (results.finished_recving, worker.take_report()) == (set(), None)
@@ -234,7 +239,7 @@ def test_messages_survive_pickling():
 
     from kvconnector.metadata import StepMetadata, WorkerReport
 
-    step_metadata = StepMetadata(Namespace("n"), (LoadJob(1, "a", entries((0, 1))),), (StoreJob(2, "b", ()),))
+    step_metadata = StepMetadata((LoadJob(1, "a", N, entries((0, 1))),), (StoreJob(2, "b", N, ()),))
     for message in (step_metadata, WorkerReport((Ended(1, 1, (0,)),))):
         copy = pickle.loads(pickle.dumps(message))
         assert (copy, type(copy)) == (message, type(message))
