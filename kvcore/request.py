@@ -252,9 +252,10 @@ class KVRequest:
         if blocks is None:
             self.decisions.late_answers += 1
             return
-        lost = common(rejected, blocks)
-        self.decisions.rejected = plus(self.decisions.rejected, lost)
-        self.decisions.stored = minus(self.decisions.stored, lost)
+        if any(rejected):
+            lost = common(rejected, blocks)
+            self.decisions.rejected = plus(self.decisions.rejected, lost)
+            self.decisions.stored = minus(self.decisions.stored, lost)
 
     def preempted(self) -> None:
         """The engine took the blocks away; stores in flight keep theirs."""
@@ -343,7 +344,8 @@ class KVRequest:
         store = Store(self._ticket(), blocks)
         self._stores[store.ticket] = blocks
         self.decisions.stored = plus(self.decisions.stored, blocks)
-        self.decisions.rejected = minus(self.decisions.rejected, blocks)
+        if any(self.decisions.rejected):
+            self.decisions.rejected = minus(self.decisions.rejected, blocks)
         return store
 
     def _resume(self, load: Load, failed: GroupRuns) -> int:

@@ -35,17 +35,19 @@ class Phase(IntEnum):
 class Alarm:
     """A scheduled action that can be called off."""
 
-    __slots__ = ("action", "at_ps")
+    __slots__ = ("_clock", "action", "at_ps")
 
-    def __init__(self, at_ps: int, action: Action | None) -> None:
+    def __init__(self, clock: "Clock", at_ps: int, action: Action) -> None:
+        self._clock = clock
         self.at_ps = at_ps
-        self.action = action
+        self.action: Action | None = action
 
     def cancel(self) -> None:
         """Forget the action; the alarm then rings unheard."""
         self.action = None
 
     def _ring(self, _event: simpy.Event) -> None:
+        self._clock.now_ps = self.at_ps
         if self.action is not None:
             self.action()
 
@@ -53,21 +55,18 @@ class Alarm:
 class Clock:
     """Runs actions in time order; actions of one instant run by `Phase`, events in the order they were set."""
 
-    __slots__ = ("_env", "num_events")
+    __slots__ = ("_env", "now_ps", "num_events")
 
     def __init__(self) -> None:
         self._env = simpy.Environment(initial_time=0)
+        self.now_ps = 0
+        """Current time; only an alarm that rings moves it."""
         self.num_events = 0
-
-    @property
-    def now_ps(self) -> int:
-        """Current time."""
-        return int(self._env.now)
 
     @property
     def now_ns(self) -> int:
         """Current time for kvcore, rounded down."""
-        return int(self._env.now) // PS_PER_NS
+        return self.now_ps // PS_PER_NS
 
     def at(self, at_ps: int, action: Action) -> Alarm:
         """Run `action` at `at_ps`, which must not lie in the past."""
@@ -79,12 +78,12 @@ class Clock:
 
     def after(self, delay_ps: int, action: Action) -> Alarm:
         """Run `action` in `delay_ps` >= 0."""
-        return self.at(int(self._env.now) + delay_ps, action)
+        return self._set(self.now_ps + delay_ps, action, Phase.EVENT)
 
     def _set(self, at_ps: int, action: Action, priority: int) -> Alarm:
-        delay_ps = at_ps - int(self._env.now)
-        assert delay_ps >= 0, (at_ps, self._env.now)
-        alarm = Alarm(at_ps, action)
+        delay_ps = at_ps - self.now_ps
+        assert delay_ps >= 0, (at_ps, self.now_ps)
+        alarm = Alarm(self, at_ps, action)
         event = simpy.Event(self._env)
         event._ok = True
         event._value = None

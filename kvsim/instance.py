@@ -66,7 +66,7 @@ class Instance:
         self._releases: list[tuple[int, Action]] = []
         self._step = Step()
         self._jump = Jump(0, 0, 1, 0, 0, 0)
-        self._end_alarm = Alarm(0, None)
+        self._end_alarm: Alarm | None = None
         self._will_schedule = False
 
     def attach(self, client: PoolClient) -> None:
@@ -98,6 +98,7 @@ class Instance:
         steps = self._jump.steps_until(self._clock.now_ps)
         if steps < self._jump.num_steps:
             self._jump.num_steps = steps
+            assert self._end_alarm is not None
             self._end_alarm.cancel()
             self._set_end()
 

@@ -60,16 +60,21 @@ class PoolClient:
         self._log = log
         self._planned_stores: list[tuple[Sequence, Store, Holding]] = []
         self._wakes: set[tuple[Sequence, int]] = set()
+        self._answer_at_ps: dict[Sequence, int] = {}
 
     def lookup(self, sequence: Sequence, plan: Lookup) -> None:
         """Ask the master; the answer is as of the moment it arrives."""
-        self._clock.after(self._path.lookup_ps(count_blocks(plan.blocks)), partial(self._answer, sequence, plan))
+        answer_ps = self._clock.now_ps + self._path.lookup_ps(count_blocks(plan.blocks))
+        self._answer_at_ps[sequence] = answer_ps
+        self._clock.at(answer_ps, partial(self._answer, sequence, plan))
 
     def wake_at(self, sequence: Sequence, at_ns: int) -> None:
         """Let the instance schedule at that time, if the sequence is still to be considered again then."""
-        if (sequence, at_ns) not in self._wakes:
+        at_ps = max(at_ns * PS_PER_NS, self._clock.now_ps)
+        answered_before = self._answer_at_ps.get(sequence, at_ps) < at_ps
+        if not answered_before and (sequence, at_ns) not in self._wakes:
             self._wakes.add((sequence, at_ns))
-            self._clock.at(max(at_ns * PS_PER_NS, self._clock.now_ps), partial(self._wake, sequence, at_ns))
+            self._clock.at(at_ps, partial(self._wake, sequence, at_ns))
 
     def load(self, sequence: Sequence, plan: Load) -> None:
         """Fetch what the pool still holds; what it lost since the lookup stays unwritten and is reported."""
@@ -100,6 +105,8 @@ class PoolClient:
     def _answer(self, sequence: Sequence, plan: Lookup) -> None:
         present = self._per_group(self._store.exists, sequence, plan.blocks)
         assert sequence.kv is not None
+        if self._answer_at_ps.get(sequence) == self._clock.now_ps:
+            del self._answer_at_ps[sequence]
         answered = partial(sequence.kv.lookup_answered, plan.ticket, present, self._clock.now_ns)
         self._engine.post(answered)
 
