@@ -36,10 +36,11 @@ class KeySpace:
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """A request, and its machine."""
+    """A request, and its machine; `starts_over` from when a load left nothing until it is considered again."""
 
     request: Any
     machine: KVRequest
+    starts_over: bool = False
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class _Job:
     """One plan at the worker: what was left out of it, its entries, pinned blocks, ranks that have not reported."""
 
     tracked: _Tracked
-    end_plan: Callable[[int, GroupRuns], object]
+    end_plan: Callable[[int, GroupRuns], int | None]
     ticket: int
     missing: list[tuple[GroupId, int]]
     entries: tuple[Entry, ...]
@@ -77,6 +78,7 @@ class SchedulerHalf:
         self._pool: Any = None
         self._tracked: dict[str, _Tracked] = {}
         self._jobs: dict[JobId, _Job] = {}
+        self._starting_over: set[_Tracked] = set()
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
         self._next_job = 0
@@ -93,21 +95,29 @@ class SchedulerHalf:
     # -- before admission -------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """(tokens that can be loaded beyond the local hit, asynchronously); None while the pool has not answered."""
+        """(tokens that can be loaded beyond the local hit, asynchronously); None while the pool has not answered.
+
+        None also once after a load that left nothing: the engine ends its scan of those that wait at the first that
+        finds no room, and this one could wait for blocks of another whose load failed too and who is never seen.
+        """
         tracked = self._track(request)
+        if tracked.starts_over:
+            tracked.starts_over = False
+            return None, False
         if tracked.machine.state is State.COMPUTING:
             tracked.machine.preempted()  # the engine does not say so before it asks again
         self._take_answers()
         answer = tracked.machine.consider(num_computed_tokens, request.num_tokens, self._clock.now_ns())
-        if isinstance(answer, Offer):
-            return answer.num_tokens, answer.num_tokens > 0
         if isinstance(answer, Lookup):
             self._ask(tracked, answer)
-        return None, False
+        if not isinstance(answer, Offer) or (answer.num_tokens and self._must_wait(tracked)):
+            return None, False
+        return answer.num_tokens, answer.num_tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The scheduler admitted the request; what it granted is loaded into the blocks it allocated."""
         tracked = self._track(request)
+        self._starting_over.discard(tracked)
         load = tracked.machine.granted(num_external_tokens)
         if load is not None:
             self._load(tracked, load, blocks.get_block_ids())
@@ -142,6 +152,7 @@ class SchedulerHalf:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False, None
+        self._starting_over.discard(tracked)
         self._lookups.forget(tracked)
         # The last sampled token, and what an overlapping step may still be computing, has no KV yet.
         num_valid = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -167,6 +178,13 @@ class SchedulerHalf:
             machine = KVRequest(self._planner, self._policy, request.num_prompt_tokens)
             tracked = self._tracked[request.request_id] = _Tracked(request, machine)
         return tracked
+
+    def _must_wait(self, tracked: _Tracked) -> bool:
+        """vLLM keeps the room of a load that left nothing reserved, against other loads, until its request is admitted.
+
+        One that loads before could wait for ever for that room.
+        """
+        return bool(self._starting_over) and tracked not in self._starting_over
 
     def _ask(self, tracked: _Tracked, lookup: Lookup) -> None:
         hashes = tracked.request.block_hashes
@@ -223,7 +241,10 @@ class SchedulerHalf:
             return
         del self._jobs[job_id]
         self._pool.free_blocks(reversed(job.pinned))
-        job.end_plan(job.ticket, self._failed_runs(job))
+        valid_len = job.end_plan(job.ticket, self._failed_runs(job))
+        if valid_len == 0 and job.tracked.machine.state is State.WAITING:
+            job.tracked.starts_over = True
+            self._starting_over.add(job.tracked)
         self._close(job.tracked)
 
     def _failed_runs(self, job: _Job) -> GroupRuns:

@@ -294,6 +294,82 @@ def test_control_a_second_attempt_waits_for_ever(engines, monkeypatch):
         test_a_failed_load_does_not_wait_for_room_it_has_reserved_itself(engines)
 
 
+def start_two_loads_in_an_engine_that_computes_one_prompt(engines):
+    """Of a window, a prompt that is loaded needs less room than one that is computed."""
+    engine = engines.Engine(specs_of(engines, "full window"), 28, depth=2)
+    texts = [lineage + "abcdefghij" for lineage in LINEAGES[:2]]
+    for number, text in enumerate(texts):
+        engine.add(f"writer {number}", text, 1)
+        engine.drain()
+        assert engine.scheduler.reset_prefix_cache()
+    for number, text in enumerate(texts):
+        engine.add(f"reader {number}", text, 1)
+    for _ in range(4):
+        engine.step()
+        engine.lookups.answer(engine.pool)
+    assert len(engine.ranks[0].half._loads.waiting) == 2
+    return engine
+
+
+def test_two_loads_that_fail_together_do_not_wait_for_each_other(engines):
+    engine = start_two_loads_in_an_engine_that_computes_one_prompt(engines)
+    for _ in range(2):
+        engine.move("load", 0, fails_by(0b1))
+    engine.drain()
+    engine.check_nothing_is_left()
+    assert [engine.outputs[f"reader {number}"] for number in (0, 1)] == [
+        engine.outputs[f"writer {number}"] for number in (0, 1)
+    ]
+
+
+def test_control_a_request_that_insists_on_being_first_waits_for_the_other_for_ever(engines):
+    engine = start_two_loads_in_an_engine_that_computes_one_prompt(engines)
+    report = engine.half._report
+
+    def reported(*arguments):
+        report(*arguments)
+        for tracked in engine.half._tracked.values():
+            tracked.starts_over = False
+
+    engine.half._report = reported
+    for _ in range(2):
+        engine.move("load", 0, fails_by(0b1))
+    with pytest.raises(AssertionError, match="never end"):
+        engine.drain()
+
+
+def start_a_load_that_fails_before_one_of_higher_priority(engines):
+    engine = engines.Engine([engines.full(4)], 16, policy="priority")
+    texts = [lineage + "abcdefghij" for lineage in (LINEAGES[0], LINEAGES[3])]
+    for number, text in enumerate(texts):
+        engine.add(f"writer {number}", text, 1)
+        engine.drain()
+        assert engine.scheduler.reset_prefix_cache()
+    engine.add("late", texts[0], 1, priority=1)
+    for _ in range(2):
+        engine.step()
+        engine.lookups.answer(engine.pool)
+    engine.step()
+    engine.add("early", texts[1], 1)
+    engine.move("load", 0, fails_by(0b1))
+    return engine
+
+
+def test_a_load_does_not_wait_for_room_that_a_failed_one_has_reserved(engines):
+    engine = start_a_load_that_fails_before_one_of_higher_priority(engines)
+    engine.drain()
+    engine.check_nothing_is_left()
+    assert engine.outputs["late"] == engine.outputs["writer 0"]
+    assert engine.outputs["early"] == engine.outputs["writer 1"]
+
+
+def test_control_what_is_offered_before_a_failed_load_is_made_up_for_waits_for_ever(engines):
+    engine = start_a_load_that_fails_before_one_of_higher_priority(engines)
+    engine.half._must_wait = lambda tracked: False
+    with pytest.raises(AssertionError, match="never end"):
+        engine.drain()
+
+
 def test_the_id_of_a_finished_request_may_come_again_at_once(engines):
     engine = engines.Engine([engines.full(4)], 40)
     engine.add("r", "abcdefgh", 1)

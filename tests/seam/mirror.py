@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
 from kvcore.keys import Namespace
-from kvcore.request import KVRequest, Lookup, Offer
+from kvcore.request import KVRequest, Lookup, Offer, State
 from tests.kvcore.attention_oracle import as_blocks
 
 NUM_RANKS = 2
@@ -172,6 +172,8 @@ class Mirror(KVRequest):
     def load_finished(self, ticket, failed):
         valid_len = super().load_finished(ticket, failed)
         self.half.end_job(ticket, failed)
+        if valid_len == 0 and self.state is State.WAITING:  # the engine looks at the others first
+            assert self.half.scheduler.get_num_new_matched_tokens(self.half.request, 0) == (None, False)
         self.compare()
         return valid_len
 
