@@ -10,12 +10,13 @@ from typing import Any
 from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
 from kvconnector.transfer import LookupThread
 from kvcore.keys import BlockHash, BlockKey, Namespace
-from kvcore.planner import GroupRuns, Planner
+from kvcore.planner import GroupRuns, Planner, count_blocks
 from kvcore.ports import Clock
 from kvcore.request import KVRequest, Load, Lookup, Offer, PoolPolicy, State, Store
 from kvcore.runs import from_blocks
 from kvcore.spec import GroupSpec
 from kvcore.types import GroupId, Runs
+from kvcore.units import div_ceil
 
 NULL_BLOCK_ID = 0
 """The engine's placeholder in a block table, for a block it does not hold (any more)."""
@@ -79,6 +80,7 @@ class SchedulerHalf:
         self._tracked: dict[str, _Tracked] = {}
         self._jobs: dict[JobId, _Job] = {}
         self._starting_over: set[_Tracked] = set()
+        self._landing: dict[_Tracked, int] = {}
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
         self._next_job = 0
@@ -110,7 +112,9 @@ class SchedulerHalf:
         answer = tracked.machine.consider(num_computed_tokens, request.num_tokens, self._clock.now_ns())
         if isinstance(answer, Lookup):
             self._ask(tracked, answer)
-        if not isinstance(answer, Offer) or (answer.num_tokens and self._must_wait(tracked)):
+        if not isinstance(answer, Offer):
+            return None, False
+        if answer.num_tokens and self._must_wait(tracked, num_computed_tokens + answer.num_tokens):
             return None, False
         return answer.num_tokens, answer.num_tokens > 0
 
@@ -120,6 +124,7 @@ class SchedulerHalf:
         self._starting_over.discard(tracked)
         load = tracked.machine.granted(num_external_tokens)
         if load is not None:
+            self._landing[tracked] = self._num_blocks_after(tracked, load.resume_len)
             self._load(tracked, load, blocks.get_block_ids())
 
     # -- a step -----------------------------------------------------------------------------------------------
@@ -130,6 +135,7 @@ class SchedulerHalf:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
+            self._landing.pop(tracked, None)
             # A step may also compute tokens nobody knows yet: drafts, and what an overlapping step samples.
             num_valid = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
             store = tracked.machine.computed(num_valid)
@@ -153,6 +159,7 @@ class SchedulerHalf:
         if tracked is None:
             return False, None
         self._starting_over.discard(tracked)
+        self._landing.pop(tracked, None)
         self._lookups.forget(tracked)
         # The last sampled token, and what an overlapping step may still be computing, has no KV yet.
         num_valid = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -179,12 +186,25 @@ class SchedulerHalf:
             tracked = self._tracked[request.request_id] = _Tracked(request, machine)
         return tracked
 
-    def _must_wait(self, tracked: _Tracked) -> bool:
-        """vLLM keeps the room of a load that left nothing reserved, against other loads, until its request is admitted.
+    def _must_wait(self, tracked: _Tracked, resume_len: int) -> bool:
+        """Whether a load up to `resume_len` could wait for ever for room, or let others do so, as vLLM 0.32 counts.
 
-        One that loads before could wait for ever for that room.
+        It keeps the room of a load that left nothing reserved, against other loads, until its request is admitted. And
+        for a window it reserves less than the next step takes: loads that have ended could hold all blocks but those
+        which each of them lacks. Here those are kept free until a load that was granted has led to a step.
         """
-        return bool(self._starting_over) and tracked not in self._starting_over
+        if self._starting_over:
+            return tracked not in self._starting_over
+        if not self._landing:
+            return False
+        held = count_blocks(self._planner.held(resume_len))
+        lacking = self._num_blocks_after(tracked, resume_len) + sum(self._landing.values())
+        return bool(self._pool.get_num_free_blocks() < held + lacking)
+
+    def _num_blocks_after(self, tracked: _Tracked, resume_len: int) -> int:
+        """Blocks, of all groups, for the tokens from `resume_len` on."""
+        sizes = [group.block_size for group in self._planner.model.groups]
+        return sum(div_ceil(tracked.request.num_tokens, size) - resume_len // size for size in sizes)
 
     def _ask(self, tracked: _Tracked, lookup: Lookup) -> None:
         hashes = tracked.request.block_hashes
@@ -245,6 +265,7 @@ class SchedulerHalf:
         if valid_len == 0 and job.tracked.machine.state is State.WAITING:
             job.tracked.starts_over = True
             self._starting_over.add(job.tracked)
+            self._landing.pop(job.tracked, None)
         self._close(job.tracked)
 
     def _failed_runs(self, job: _Job) -> GroupRuns:

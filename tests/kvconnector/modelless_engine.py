@@ -356,8 +356,9 @@ class Engine:
 
     def check_nothing_is_left(self):
         assert self.block_pool.get_num_free_blocks() == self.num_free_at_start
-        assert (self.half._tracked, self.half._jobs, self.half._starting_over) == ({}, {}, set())
-        assert (self.half._loads, self.half._stores) == ([], [])
+        half = self.half
+        assert (half._tracked, half._jobs, half._starting_over, half._landing) == ({}, {}, set(), {})
+        assert (half._loads, half._stores) == ([], [])
 
 
 def make_scheduler(config, specs, num_blocks, num_drafts):

@@ -221,8 +221,13 @@ def test_any_interleaving(engines):
 
 def without_pins(machine):
     """A store reads blocks that may be somebody else's by then."""
-    half = machine.engine.half
-    half._pool = SimpleNamespace(blocks=half._pool.blocks, touch=lambda blocks: None, free_blocks=lambda blocks: None)
+    half, pool = machine.engine.half, machine.engine.block_pool
+    half._pool = SimpleNamespace(
+        blocks=pool.blocks,
+        get_num_free_blocks=pool.get_num_free_blocks,
+        touch=lambda blocks: None,
+        free_blocks=lambda blocks: None,
+    )
 
 
 def never_reporting_a_failed_load(machine):
@@ -294,14 +299,20 @@ def test_control_a_second_attempt_waits_for_ever(engines, monkeypatch):
         test_a_failed_load_does_not_wait_for_room_it_has_reserved_itself(engines)
 
 
-def start_two_loads_in_an_engine_that_computes_one_prompt(engines):
-    """Of a window, a prompt that is loaded needs less room than one that is computed."""
-    engine = engines.Engine(specs_of(engines, "full window"), 28, depth=2)
-    texts = [lineage + "abcdefghij" for lineage in LINEAGES[:2]]
+def write_two_texts(engine):
+    """Two texts of 36 tokens that are in the pool, and nowhere else."""
+    texts = [lineage + "abcdefghij" for lineage in (LINEAGES[0], LINEAGES[3])]
     for number, text in enumerate(texts):
         engine.add(f"writer {number}", text, 1)
         engine.drain()
         assert engine.scheduler.reset_prefix_cache()
+    return texts
+
+
+def start_two_loads_in_an_engine_that_computes_one_prompt(engines):
+    """Of a window, a prompt that is loaded needs less room than one that is computed."""
+    engine = engines.Engine(specs_of(engines, "full window"), 28, depth=2)
+    texts = write_two_texts(engine)
     for number, text in enumerate(texts):
         engine.add(f"reader {number}", text, 1)
     for _ in range(4):
@@ -340,11 +351,7 @@ def test_control_a_request_that_insists_on_being_first_waits_for_the_other_for_e
 
 def start_a_load_that_fails_before_one_of_higher_priority(engines):
     engine = engines.Engine([engines.full(4)], 16, policy="priority")
-    texts = [lineage + "abcdefghij" for lineage in (LINEAGES[0], LINEAGES[3])]
-    for number, text in enumerate(texts):
-        engine.add(f"writer {number}", text, 1)
-        engine.drain()
-        assert engine.scheduler.reset_prefix_cache()
+    texts = write_two_texts(engine)
     engine.add("late", texts[0], 1, priority=1)
     for _ in range(2):
         engine.step()
@@ -365,9 +372,41 @@ def test_a_load_does_not_wait_for_room_that_a_failed_one_has_reserved(engines):
 
 def test_control_what_is_offered_before_a_failed_load_is_made_up_for_waits_for_ever(engines):
     engine = start_a_load_that_fails_before_one_of_higher_priority(engines)
-    engine.half._must_wait = lambda tracked: False
+    engine.half._must_wait = lambda tracked, resume_len: False
     with pytest.raises(AssertionError, match="never end"):
         engine.drain()
+
+
+@pytest.mark.parametrize("num_blocks", range(18, 30))
+def test_loads_leave_each_other_the_room_for_a_step(engines, num_blocks):
+    load_two_prompts(engines, num_blocks)
+
+
+def test_control_loads_that_only_vllm_reserves_room_for_end_with_none_to_go_on(engines):
+    def hangs(num_blocks):
+        try:
+            load_two_prompts(engines, num_blocks, must_wait=lambda tracked, resume_len: False)
+        except AssertionError as error:
+            return "never end" in str(error)
+
+    assert any(hangs(num_blocks) for num_blocks in range(18, 30))
+
+
+def load_two_prompts(engines, num_blocks, must_wait=None):
+    engine = engines.Engine(specs_of(engines, "full window"), num_blocks, budget=8)
+    if must_wait is not None:
+        engine.half._must_wait = must_wait
+    texts = write_two_texts(engine)
+    for number, text in enumerate(texts):
+        engine.add(f"reader {number}", text, 1)
+    for _ in range(4):  # both are offered a hit before a load ends
+        engine.step()
+        engine.lookups.answer(engine.pool)
+    engine.drain()
+    engine.check_nothing_is_left()
+    assert [made.granted_len for made in engine.decisions] == [0, 0, 32, 32]
+    for number in (0, 1):
+        assert engine.outputs[f"reader {number}"] == engine.outputs[f"writer {number}"]
 
 
 def test_the_id_of_a_finished_request_may_come_again_at_once(engines):

@@ -41,6 +41,9 @@ class Pins:
         self.blocks = range(1 << 30)
         self.held = []
 
+    def get_num_free_blocks(self):
+        return len(self.blocks)
+
     def touch(self, blocks):
         self.held += blocks
 
