@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvcore.errors import require
+from kvcore.spec import ModelSpec
 from kvcore.units import align_down
 
 
@@ -30,24 +31,33 @@ class Boundaries:
         return last if last > low else 0
 
 
-def hit_boundaries(alignment: int) -> Boundaries:
+def hit_boundaries(model: ModelSpec) -> Boundaries:
     """Where a lookup may find a hit, whatever the writer's retention was: every aligned length."""
-    return Boundaries(alignment)
+    return Boundaries(model.alignment)
 
 
-def replay_boundary(num_prompt_tokens: int, alignment: int) -> int:
-    """Where a request that replays the same prompt resumes: at least one token is computed."""
-    return align_down(max(0, num_prompt_tokens - 1), alignment)
+def replay_boundaries(model: ModelSpec, num_prompt_tokens: int) -> tuple[int, ...]:
+    """Where the engine resumes a request that begins with the same prompt.
+
+    Without a draft head: the last aligned length that leaves a token to compute. With one the engine gives up one
+    alignment unit, of the same prompt sent again and of a longer one; these differ when the prompt ends on a boundary.
+    """
+    resent = align_down(max(0, num_prompt_tokens - 1), model.alignment)
+    if not any(model.margins):
+        return (resent,)
+    extended = align_down(num_prompt_tokens, model.alignment)
+    return tuple(sorted({max(0, length - model.alignment) for length in (resent, extended)}))
 
 
-def store_boundaries(alignment: int, retention_interval: int | None, num_prompt_tokens: int) -> Boundaries:
+def store_boundaries(model: ModelSpec, retention_interval: int | None, num_prompt_tokens: int) -> Boundaries:
     """Which lengths a writer keeps resumable.
 
-    `retention_interval` None: every aligned length. 0: only the replay boundary of this prompt. k > 0 (a multiple of
-    `alignment`): every k tokens, and the replay boundary.
+    `retention_interval` None: every aligned length. 0: only the replay boundaries of this prompt. k > 0 (a multiple of
+    the alignment): every k tokens, and the replay boundaries.
     """
     if retention_interval is None:
-        return Boundaries(alignment)
-    valid = retention_interval >= 0 and retention_interval % alignment == 0
-    require(valid, "retention_interval", retention_interval, f"None, 0 or a positive multiple of {alignment} tokens")
-    return Boundaries(retention_interval or None, (replay_boundary(num_prompt_tokens, alignment),))
+        return hit_boundaries(model)
+    valid = retention_interval >= 0 and retention_interval % model.alignment == 0
+    bound = f"None, 0 or a positive multiple of {model.alignment} tokens"
+    require(valid, "retention_interval", retention_interval, bound)
+    return Boundaries(retention_interval or None, replay_boundaries(model, num_prompt_tokens))

@@ -4,32 +4,43 @@ Mode `exact`: the definition. The `*_runs` functions are what the planner uses; 
 engine's contract, a list of bool per group, or None where every block is meant.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from kvcore.boundaries import Boundaries, hit_boundaries, store_boundaries
+from kvcore.errors import require
 from kvcore.runs import intersect, normalize
 from kvcore.spec import GroupSpec, ModelSpec
 from kvcore.types import Run, Runs
 from kvcore.units import align_up
 
-Mask = list[bool] | None
+Mask: TypeAlias = "list[bool] | None"
+
+Retention: TypeAlias = "int | None | tuple[int | None, ...]"
+"""Tokens between the lengths that a writer keeps resumable, of all groups or of each; see `store_boundaries`."""
 
 
 def lookup_runs(model: ModelSpec, low: int, high: int) -> tuple[Runs, ...]:
     """Per group, the blocks that any hit of low < length <= high needs; no retention, as writers differ in theirs."""
-    boundaries = hit_boundaries(model.alignment)
-    return tuple(_needed_runs(group, boundaries, low, high) for group in model.groups)
+    boundaries = hit_boundaries(model)
+    return _once_per_spec(model, lambda group: _proof_runs(model, group, boundaries, low, high))
 
 
 def store_runs(
-    model: ModelSpec, blocks: tuple[Run, ...], retention_interval: int | None, num_prompt_tokens: int
+    model: ModelSpec, blocks: tuple[Run, ...], retention: Retention, num_prompt_tokens: int
 ) -> tuple[Runs, ...]:
     """Per group, the blocks of the range `blocks[group]` that some later request can need.
 
     A group that is not saved by position keeps none. A prefix-closed group keeps all: any longer sequence needs them.
+    Groups of one spec have one range.
     """
-    boundaries = store_boundaries(model.alignment, retention_interval, num_prompt_tokens)
-    return tuple(
-        _kept_runs(group, run, boundaries, model.alignment) for group, run in zip(model.groups, blocks, strict=True)
+    boundaries = tuple(
+        store_boundaries(model, interval, num_prompt_tokens) for interval in _intervals(model, retention)
     )
+    if len(set(boundaries)) > 1:
+        groups = range(len(model.groups))
+        return tuple(_kept_runs(model, group, blocks[group], boundaries[group]) for group in groups)
+    return _once_per_spec(model, lambda group: _kept_runs(model, group, blocks[group], boundaries[group]))
 
 
 def lookup_mask(model: ModelSpec, aligned_len: int) -> tuple[Mask, ...]:
@@ -43,7 +54,7 @@ def store_mask(
     model: ModelSpec,
     aligned_len: int,
     start_len: int = 0,
-    retention_interval: int | None = None,
+    retention: Retention = None,
     num_prompt_tokens: int | None = None,
 ) -> tuple[Mask, ...]:
     """Per group, whether the i-th block from `start_len` up to `aligned_len` is to be kept; None: every one is.
@@ -51,33 +62,52 @@ def store_mask(
     Lengths in tokens. `num_prompt_tokens` None: the prompt's end is not known, and no replay boundary is kept for it.
     """
     blocks = tuple(_block_range(group, start_len, aligned_len) for group in model.groups)
-    kept = store_runs(model, blocks, retention_interval, num_prompt_tokens or 0)
+    kept = store_runs(model, blocks, retention, num_prompt_tokens or 0)
     return tuple(_mask(runs, run) for runs, run in zip(kept, blocks, strict=True))
 
 
-def _needed_runs(group: GroupSpec, boundaries: Boundaries, low: int, high: int) -> Runs:
-    """Union of the needed ranges of the boundaries in (low, high]."""
-    if group.prefix_closed:
-        return normalize((group.needed_blocks(boundaries.last(low, high)),))
-    return normalize(group.needed_blocks(length) for length in boundaries.between(low, high))
+def _intervals(model: ModelSpec, retention: Retention) -> tuple[int | None, ...]:
+    if not isinstance(retention, tuple):
+        return (retention,) * len(model.groups)
+    require(len(retention) == len(model.groups), "retention", retention, f"one interval for each of {model.groups}")
+    return retention
 
 
-def _kept_runs(group: GroupSpec, run: Run, boundaries: Boundaries, alignment: int) -> Runs:
-    """The part of `run` that the boundaries need; those beyond its end count while their range reaches back into it."""
-    start, end = run
-    if not group.positional or start >= end:
+def _once_per_spec(model: ModelSpec, runs_of: Callable[[int], Runs]) -> tuple[Runs, ...]:
+    """Per group, its runs; groups of one spec have the same."""
+    seen: dict[GroupSpec, Runs] = {}
+    for group, spec in enumerate(model.groups):
+        if spec not in seen:
+            seen[spec] = runs_of(group)
+    return tuple(seen[spec] for spec in model.groups)
+
+
+def _proof_runs(model: ModelSpec, group: int, boundaries: Boundaries, low: int, high: int) -> Runs:
+    """Union of the proof ranges of the boundaries in (low, high]."""
+    if model.groups[group].prefix_closed:
+        last = boundaries.last(low, high)
+        return normalize((model.proof_blocks(group, last),)) if last else ()
+    return normalize(model.proof_blocks(group, length) for length in boundaries.between(low, high))
+
+
+def _kept_runs(model: ModelSpec, group: int, run: Run, boundaries: Boundaries) -> Runs:
+    """The part of `run` that the boundaries need; those whose range only reaches into it count."""
+    spec, (start, end) = model.groups[group], run
+    if not spec.positional or start >= end:
         return ()
-    if group.prefix_closed:
+    if spec.prefix_closed:
         return (run,)
-    low, high = start * group.block_size, _last_length_that_reaches(group, end, boundaries, alignment)
-    return intersect(_needed_runs(group, boundaries, low, high), (run,))
+    low = max(0, start * spec.block_size - model.margins[group])
+    high = _last_length_that_reaches(model, group, end, boundaries)
+    return intersect(_proof_runs(model, group, boundaries, low, high), (run,))
 
 
-def _last_length_that_reaches(group: GroupSpec, end: int, boundaries: Boundaries, alignment: int) -> int:
+def _last_length_that_reaches(model: ModelSpec, group: int, end: int, boundaries: Boundaries) -> int:
     """A length whose needed range, like that of every longer one, starts at block `end` or later."""
-    length = align_up(end * group.block_size, alignment)
-    step = max(alignment, boundaries.step or 0)
-    while group.needed_blocks(length)[0] < end:
+    spec = model.groups[group]
+    length = align_up(end * spec.block_size, model.alignment)
+    step = max(model.alignment, boundaries.step or 0)
+    while spec.needed_blocks(length)[0] < end:
         length += step
     return length
 

@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcore.hit import hit_len
-from kvcore.masks import lookup_runs, store_runs
+from kvcore.masks import Retention, lookup_runs, store_runs
 from kvcore.runs import intersect, normalize, num_blocks, subtract, union
 from kvcore.spec import ModelSpec
 from kvcore.types import Runs
-from kvcore.units import align_down
 
 GroupRuns = tuple[Runs, ...]
 """One `Runs` per group, in the model's order; positions in the sequence."""
@@ -16,10 +15,10 @@ GroupRuns = tuple[Runs, ...]
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """The decisions about one model's blocks; `retention_interval` as in `kvcore.boundaries.store_boundaries`."""
+    """The decisions about one model's blocks; `retention` as in `kvcore.masks.store_runs`."""
 
     model: ModelSpec
-    retention_interval: int | None = None
+    retention: Retention = None
 
     @property
     def nothing(self) -> GroupRuns:
@@ -27,8 +26,8 @@ class Planner:
         return ((),) * len(self.model.groups)
 
     def limit(self, num_tokens: int) -> int:
-        """Longest hit of a sequence of `num_tokens`: aligned, and at least one token is computed."""
-        return align_down(max(0, num_tokens - 1), self.model.alignment)
+        """Longest hit of a sequence of `num_tokens`; see `ModelSpec.limit`."""
+        return self.model.limit(num_tokens)
 
     def lookup(self, local_hit_len: int, num_tokens: int) -> GroupRuns:
         """Blocks to ask the pool for: those a hit longer than the local one could need and the engine does not hold."""
@@ -53,7 +52,7 @@ class Planner:
         blocks = tuple(
             (stored_len // group.block_size, computed_len // group.block_size) for group in self.model.groups
         )
-        return store_runs(self.model, blocks, self.retention_interval, num_prompt_tokens)
+        return store_runs(self.model, blocks, self.retention, num_prompt_tokens)
 
     def valid_len(self, resume_len: int, failed: GroupRuns) -> int:
         """Tokens still usable of `resume_len` when the `failed` blocks hold no data; see `ModelSpec.loads_in_part`."""

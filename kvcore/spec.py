@@ -6,7 +6,7 @@ small class here or in the caller's own module; nothing else changes.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from kvcore.errors import require
@@ -25,6 +25,15 @@ class GroupSpec(ABC):
 
     prefix_closed: ClassVar[bool] = False
     """Whether resuming at a length needs every block before it, so that a longer sequence needs them all again."""
+
+    cacheable: ClassVar[bool] = True
+    """Whether its blocks mean anything to another request."""
+
+    splits_blocks: ClassVar[bool] = False
+    """Whether a hit may end inside a block, on the hash unit."""
+
+    drafts: ClassVar[bool] = True
+    """Whether a draft head can have layers in it, so that EAGLE's proof applies."""
 
     positional: ClassVar[bool] = True
     """Whether block i of the block table holds token range i for good, so that a block can be saved by its position."""
@@ -47,6 +56,7 @@ class FullAttention(GroupSpec):
     """MHA, GQA, MLA: every earlier token is read."""
 
     prefix_closed: ClassVar[bool] = True
+    splits_blocks: ClassVar[bool] = True
 
     def needed_blocks(self, prefix_len: int) -> Run:
         """[0, n)."""
@@ -78,14 +88,13 @@ class SlidingWindow(GroupSpec):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLocal(GroupSpec):
-    """A token reads the tokens before it in its own chunk of `chunk` tokens, a multiple of the block size."""
+    """A token reads the tokens before it in its own chunk of `chunk` tokens."""
 
     chunk: int
 
     def __post_init__(self) -> None:
         GroupSpec.__post_init__(self)
-        aligned = self.chunk > 0 and self.chunk % self.block_size == 0
-        require(aligned, "chunk", self.chunk, f"a multiple of block_size = {self.block_size}")
+        require(self.chunk > 0, "chunk", self.chunk, "tokens in a chunk, at least 1")
 
     def needed_blocks(self, prefix_len: int) -> Run:
         """From the start of the chunk that holds token `prefix_len`."""
@@ -94,7 +103,7 @@ class ChunkedLocal(GroupSpec):
     @property
     def free_step(self) -> int | None:
         """A chunk's first token reads nothing."""
-        return self.chunk
+        return math.lcm(self.chunk, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,8 @@ class Recurrent(GroupSpec):
     """
 
     positional: ClassVar[bool] = False
+    splits_blocks: ClassVar[bool] = True
+    drafts: ClassVar[bool] = False
 
     def needed_blocks(self, prefix_len: int) -> Run:
         """[n - 1, n)."""
@@ -114,16 +125,87 @@ class Recurrent(GroupSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class Scratch(GroupSpec):
+    """Circular buffers and the like: a request's own, never shared, never asked for."""
+
+    cacheable: ClassVar[bool] = False
+    positional: ClassVar[bool] = False
+    drafts: ClassVar[bool] = False
+
+    def needed_blocks(self, prefix_len: int) -> Run:
+        """None."""
+        return (0, 0)
+
+    @property
+    def free_step(self) -> int | None:
+        """Nothing is needed anywhere."""
+        return self.block_size
+
+
+def sharded(group: GroupSpec, context_parallel_size: int) -> GroupSpec:
+    """The group as decode context parallelism leaves it: a block of the table spans the tokens of all ranks.
+
+    For groups whose tokens are dealt out over the ranks (full attention). Recurrent states and replicated draft layers
+    keep their block size: each rank holds all of it.
+    """
+    require(context_parallel_size > 0, "context_parallel_size", context_parallel_size, "ranks, at least 1")
+    return replace(group, block_size=group.block_size * context_parallel_size)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The KV cache groups of one model, in the engine's order."""
+    """The KV cache groups of one model, in the engine's order, and where hits may end.
+
+    `eagle_groups`: groups with layers of an EAGLE or MTP draft head. A draft layer's last entry of a block depends on
+    the token that follows the block, so a hit counts only when the piece after it is there too: `proof_blocks`. Groups
+    of one spec are cached and looked up together, so one draft group marks them all.
+    `hash_unit`: tokens per block hash, dividing every cacheable block size; None: their greatest common divisor.
+    `hit_unit`: hits end on its multiples. None: the alignment, the least common multiple of the block sizes. The hash
+    unit: hits may end inside a block (`kvcore.tails`).
+    """
 
     groups: tuple[GroupSpec, ...]
+    eagle_groups: frozenset[int] = frozenset()
+    hash_unit: int | None = None
+    hit_unit: int | None = None
     alignment: int = field(init=False)
-    """Every hit ends on a multiple of this many tokens: the least common multiple of the block sizes."""
+    """The engine's scheduler block size: the least common multiple of the block sizes, in tokens."""
+    hashed_step: int = field(init=False)
+    """`hash_unit`, resolved."""
+    hit_step: int = field(init=False)
+    """`hit_unit`, resolved."""
+    margins: tuple[int, ...] = field(init=False)
+    """Per group, tokens beyond a hit that must be there as well: what EAGLE matches and drops."""
 
     def __post_init__(self) -> None:
         require(self.groups, "groups", self.groups, "at least one KV cache group")
-        object.__setattr__(self, "alignment", math.lcm(*(group.block_size for group in self.groups)))
+        sizes = [group.block_size for group in self.groups if group.cacheable]
+        require(sizes, "groups", self.groups, "at least one group that can be cached")
+        alignment = math.lcm(*(group.block_size for group in self.groups))
+        hashed_step = math.gcd(*sizes) if self.hash_unit is None else self.hash_unit
+        divides = hashed_step > 0 and all(size % hashed_step == 0 for size in sizes)
+        require(divides, "hash_unit", self.hash_unit, f"a divisor of the block sizes {sorted(set(sizes))}")
+        hit_step = alignment if self.hit_unit is None else self.hit_unit
+        require(hit_step in (alignment, hashed_step), "hit_unit", self.hit_unit, f"{alignment} or {hashed_step}")
+        whole = [g for g in self.groups if g.cacheable and not g.splits_blocks and g.block_size != hit_step]
+        require(hit_step == alignment or not whole, "hit_unit", hit_step, f"{alignment}: {whole} cannot split a block")
+        known = all(0 <= group < len(self.groups) for group in self.eagle_groups)
+        require(known, "eagle_groups", sorted(self.eagle_groups), f"indices below {len(self.groups)}")
+        object.__setattr__(self, "alignment", alignment)
+        object.__setattr__(self, "hashed_step", hashed_step)
+        object.__setattr__(self, "hit_step", hit_step)
+        object.__setattr__(self, "margins", self._margins())
+
+    def _margins(self) -> tuple[int, ...]:
+        marked = {self.groups[group] for group in self.eagle_groups}
+        return tuple(
+            min(group.block_size, self.hit_step) if group in marked and group.drafts else 0 for group in self.groups
+        )
+
+    @property
+    def splits_blocks(self) -> bool:
+        """Whether hits may end inside a block."""
+        return self.hit_step < self.alignment
 
     @property
     def prefix_closed(self) -> bool:
@@ -138,3 +220,15 @@ class ModelSpec:
         block, whose own past was never loaded. Such a request starts over.
         """
         return len(self.groups) == 1 and self.prefix_closed
+
+    def limit(self, num_tokens: int) -> int:
+        """Longest hit of a sequence of `num_tokens`: at least one token is computed, and every proof has its hash."""
+        hashed_len = align_down(num_tokens, self.hashed_step)
+        return align_down(max(0, min(num_tokens - 1, hashed_len - max(self.margins))), self.hit_step)
+
+    def proof_blocks(self, group: int, hit_len: int) -> Run:
+        """Blocks of the group that must be present for a hit of `hit_len`: the needed ones, and EAGLE's next piece."""
+        spec = self.groups[group]
+        start, end = spec.needed_blocks(hit_len)
+        margin = self.margins[group]
+        return (start, div_ceil(hit_len + margin, spec.block_size)) if margin else (start, end)

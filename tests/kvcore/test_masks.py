@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.boundaries import Boundaries, hit_boundaries, replay_boundary, store_boundaries
+from kvcore.boundaries import Boundaries, hit_boundaries, replay_boundaries, store_boundaries
 from kvcore.errors import InvalidArgument
 from kvcore.hit import hit_len
 from kvcore.masks import lookup_mask, lookup_runs, store_mask, store_runs
@@ -45,7 +45,7 @@ def far(retention):
 @given(writers(), st.integers(0, 96), st.integers(0, 96))
 def test_boundaries_are_those_the_writer_keeps(writer, low, high):
     model, retention, num_prompt, _ = writer
-    boundaries = store_boundaries(model.alignment, retention, num_prompt)
+    boundaries = store_boundaries(model, retention, num_prompt)
     oracle = oracle_of(model)
     kept = [length for length in range(low + 1, high + 1) if oracle.kept(length, retention, num_prompt)]
     assert list(boundaries.between(low, high)) == kept
@@ -55,12 +55,20 @@ def test_boundaries_are_those_the_writer_keeps(writer, low, high):
 @pytest.mark.parametrize("retention", [-16, 8, 24])
 def test_a_retention_between_boundaries_is_refused(retention):
     with pytest.raises(InvalidArgument, match="retention_interval"):
-        store_boundaries(16, retention, 100)
+        store_boundaries(ModelSpec((FullAttention(16),)), retention, 100)
 
 
 def test_the_replay_of_a_prompt_computes_a_token():
-    assert [replay_boundary(length, 16) for length in (0, 1, 16, 17, 32, 33)] == [0, 0, 0, 16, 16, 32]
-    assert hit_boundaries(16) == Boundaries(16)
+    model = ModelSpec((FullAttention(16),))
+    resumed = [replay_boundaries(model, length) for length in (0, 1, 16, 17, 32, 33)]
+    assert resumed == [(0,), (0,), (0,), (16,), (16,), (32,)]
+    assert hit_boundaries(model) == Boundaries(16)
+
+
+def test_a_draft_head_gives_up_one_unit_of_the_same_and_of_a_longer_prompt():
+    model = ModelSpec((FullAttention(16),), frozenset({0}))
+    resumed = [replay_boundaries(model, length) for length in (0, 16, 17, 32, 33, 48, 49)]
+    assert resumed == [(0,), (0,), (0,), (0, 16), (16,), (16, 32), (32,)]
 
 
 # -- lookup -----------------------------------------------------------------------------------------------------------
