@@ -1,12 +1,12 @@
-"""A fleet: instances behind a router, over one pool; requests arrive by the trace, or when what they follow is done."""
+"""A fleet: instances behind one front, over one pool; requests arrive by the trace, or after what they follow."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeAlias
 
 from kvcore.request import KVRequest
-from kvcore.routing import Router
 from kvsim.clock import Clock
+from kvsim.dispatcher import Dispatcher
 from kvsim.events import EventLog, Kind
 from kvsim.sequence import Sequence
 from kvsim.workload.trace import Trace
@@ -36,7 +36,7 @@ class Cluster:
         block_size: int,
         capacity_tokens: int,
         num_instances: int,
-        router: Router,
+        dispatcher: Dispatcher,
         make_engine: MakeEngine,
         make_machine: MakeMachine,
     ) -> None:
@@ -49,15 +49,15 @@ class Cluster:
         self._trace = trace
         self._block_size = block_size
         self._capacity_tokens = capacity_tokens
-        self._router = router
+        self._dispatcher = dispatcher
         self._make_machine = make_machine
-        self._num_arrived = 0
         self._followers = _followers(trace)
         self._starts = [index for index, before in enumerate(trace.after.tolist()) if before == index]
         self._arrival_ps = trace.arrival_ps.tolist()
         self._delay_ps = trace.delay_ps.tolist()
         self._input_len = trace.input_len.tolist()
         self._output_len = trace.output_len.tolist()
+        self._session = trace.session.tolist()
         self.engines = [make_engine(index, self.log, self._finished) for index in range(num_instances)]
 
     def run(self) -> None:
@@ -87,11 +87,11 @@ class Cluster:
         segments = self._trace.segments(index, self._block_size)
         sequence = Sequence(index, input_len, max(1, output_len), segments, self._make_machine(input_len))
         self.sequences[index] = sequence
-        engine = self._router.choose(self._num_arrived, len(self.engines))
-        self._num_arrived += 1
+        engine = self._dispatcher.choose(sequence, str(self._session[index]))
         self.engines[engine].submit(sequence)
 
     def _finished(self, sequence: Sequence) -> None:
+        self._dispatcher.finished(sequence)
         self._done(sequence.index)
 
     def _done(self, index: int) -> None:

@@ -7,16 +7,18 @@ from typing import NamedTuple
 
 from kvcore.planner import Planner
 from kvcore.request import KVRequest, PoolPolicy
-from kvcore.routing import RoundRobin
 from kvcore.spec import FullAttention, ModelSpec
+from kvcore.types import GroupId, Segments
 from kvcore.units import NS_PER_MS
 from kvsim.clock import PS_PER_US, Clock
 from kvsim.cluster import Cluster, MakeEngine, OnFinished
 from kvsim.cost.roofline import Roofline
+from kvsim.dispatcher import Dispatcher, Fleet, PoolHit
 from kvsim.events import EventLog
 from kvsim.instance import Instance
 from kvsim.link import FairLink
 from kvsim.pool_client import Path, PoolClient
+from kvsim.routers import make_router
 from kvsim.scenario import LinkConfig, PoolConfig, Scenario
 from kvsim.scheduler import Limits, Scheduler
 from kvsim.sequence import Sequence
@@ -69,6 +71,11 @@ class SharedPool:
         """The machine of a new request."""
         return KVRequest(self.planner, self.policy, num_prompt_tokens)
 
+    def hit_blocks(self, segments: Segments, limit_blocks: int) -> int:
+        """The prefix of a sequence that is here now, of at most `limit_blocks` (one group of full attention)."""
+        held = self.store.holds(GroupId(0), segments, ((0, limit_blocks),)) if limit_blocks else ()
+        return held[0][1] if held and held[0][0] == 0 else 0
+
     def links(self) -> Iterator[FairLink]:
         """Every link to the pool."""
         for path in self.paths:
@@ -90,7 +97,8 @@ def simulation(scenario: Scenario, trace: Trace, max_jump: int | None = None) ->
         instances.append(instance)
         return instance
 
-    cluster = make_cluster(scenario, trace, clock, make_engine, _no_machine if pool is None else pool.machine)
+    make_machine, pool_hit = (_no_machine, None) if pool is None else (pool.machine, pool.hit_blocks)
+    cluster = make_cluster(scenario, trace, clock, make_engine, make_machine, pool_hit)
     return Simulation(scenario, clock, cluster, instances, pool)
 
 
@@ -100,16 +108,19 @@ def make_cluster(
     clock: Clock,
     make_engine: MakeEngine,
     make_machine: Callable[[int], KVRequest | None],
+    pool_hit: PoolHit | None = None,
 ) -> Cluster:
-    """The scenario's cluster of whatever engines `make_engine` makes."""
+    """The scenario's cluster of whatever engines `make_engine` makes, behind the scenario's router."""
     bounds = limits(scenario)
+    fleet = Fleet(scenario.cluster.instances, bounds.block_size, bounds.num_blocks, pool_hit)
+    interval_ns = scenario.routing.snapshot_interval_ms * NS_PER_MS
     return Cluster(
         clock,
         trace,
         bounds.block_size,
         bounds.capacity_tokens,
         scenario.cluster.instances,
-        RoundRobin(),
+        Dispatcher(clock, make_router(scenario), fleet, interval_ns),
         make_engine,
         make_machine,
     )

@@ -58,12 +58,37 @@ class DeviceChoice(Table):
         return _one_of(name, catalog.devices())
 
 
+ROUTINGS = ("round_robin", "least_loaded", "session_affinity", "prefix_aware", "pool_aware")
+"""Routing policies by name; see docs/POLICIES.md."""
+
+
 class ClusterConfig(Table):
     """Identical instances behind one router."""
 
     instances: Annotated[PositiveCount, Field(le=65_536)]
     gpus_per_instance: Literal[1] = 1
-    routing: Literal["round_robin"] = "round_robin"
+    routing: str = "round_robin"
+
+    @field_validator("routing")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        return _one_of(name, [*ROUTINGS])
+
+
+class RoutingConfig(Table):
+    """Parameters of the routing policies, under their sources' names; each policy reads its own."""
+
+    snapshot_interval_ms: Count = 50
+    """How old loads and cached prefixes may be: llm-d's `--refresh-metrics-interval` (50 ms); vLLM's data-parallel
+    coordinator reports every 100 ms."""
+    overlap_score_credit: Ratio = 1.0
+    """prefix_aware, Dynamo's `--router-kv-overlap-score-credit`: how much of a cached token counts as computed."""
+    prefill_load_scale: Annotated[float, Field(ge=0)] = 1.0
+    """prefix_aware, Dynamo's `--router-prefill-load-scale`: a token to compute against one to decode over."""
+    prefill_ns_per_token: Count | None = None
+    """pool_aware: time to compute a token; by default that of a full step of the scenario's model on its device."""
+    transfer_ns_per_token: Count | None = None
+    """pool_aware: time to fetch a token; by default that of the scenario's link, alone on it."""
 
 
 class EngineConfig(Table):
@@ -164,6 +189,7 @@ class Scenario(Table):
     model: ModelChoice
     device: DeviceChoice
     cluster: ClusterConfig
+    routing: RoutingConfig = RoutingConfig()
     engine: EngineConfig = EngineConfig()
     pool: PoolConfig | None = None
     link: LinkConfig | None = None

@@ -109,6 +109,10 @@ class MooncakePool:
         self.counters.found += runs_of.num_blocks(found)
         return found
 
+    def holds(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
+        """The blocks of `runs` that are here, as whoever follows the master's events knows: no lease, not counted."""
+        return self._found(group, segments, runs)
+
     def get(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:
         """The blocks of `runs` that can be read now, leased anew; one that was promised and is gone is a late miss."""
         self._tick(now_ns)

@@ -1,0 +1,1 @@
+"""Routing policies: which instance takes a request. One policy, one file."""
