@@ -1,0 +1,151 @@
+"""The hit length that vLLM finds, on runs (`find_longest_cache_hit` of both coordinators and of every manager)."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import itemgetter
+
+from kvcore.engine.model import EngineModel, MergedGroup, window_blocks
+from kvcore.errors import require
+from kvcore.runs import intersect
+from kvcore.spec import ChunkedLocal, SlidingWindow
+from kvcore.types import Runs
+from kvcore.units import align_down
+
+Tails = tuple[int, ...]
+"""Ascending lengths in tokens, no multiples of the block size, at which a block that is not full has a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """What all groups of one spec have."""
+
+    group: MergedGroup
+    step: int
+    """Hits of all groups together end on its multiples."""
+    blocks: Runs
+    tails: Tails
+
+
+def hit_len(
+    engine: EngineModel,
+    present: Sequence[Runs],
+    limit: int,
+    hashed_len: int,
+    tails: Sequence[Tails] = (),
+) -> int:
+    """Tokens that the engine takes as computed, at most `limit`.
+
+    `present` holds, per group of the model, the full blocks that have a key; `tails`, where hits end inside blocks,
+    the keys of blocks that are not full. `hashed_len`: tokens of the sequence that have a block hash.
+    """
+    unit = engine.model.hashed_step
+    require(align_down(limit, unit) <= hashed_len, "limit", limit, f"less than {hashed_len + unit}: no hash beyond")
+    found = tuple(_keys(engine, group, present, tails) for group in engine.merged)
+    if engine.alone:
+        return _group_hit_len(found[0], limit, found[0].group.drafts)
+    return _agreed_len(engine, found, limit, hashed_len)
+
+
+def _keys(engine: EngineModel, group: MergedGroup, present: Sequence[Runs], tails: Sequence[Tails]) -> _Keys:
+    blocks = reduce(intersect, (present[index] for index in group.groups))
+    shared = set.intersection(*(set(tails[index]) for index in group.groups)) if tails else set()
+    return _Keys(group, engine.model.hit_step, blocks, tuple(sorted(shared)))
+
+
+def _agreed_len(engine: EngineModel, found: tuple[_Keys, ...], limit: int, hashed_len: int) -> int:
+    """Each group lowers the candidate of the one before, until a round lowers nothing.
+
+    A draft group's peek is paid for once: in later rounds it counts as proven, until a lookup without a peek lowers
+    the candidate. That it was proven at a longer length is the engine's mistake, kept here.
+    """
+    trimmed: dict[int, int] = {}
+    proven: set[int] = set()
+    candidate = limit
+    while True:
+        length = candidate
+        for index, keys in enumerate(found):
+            if index in trimmed:
+                length = min(length, trimmed[index])
+                continue
+            drops = keys.group.drafts and index not in proven
+            margin = min(keys.group.spec.block_size, keys.step) if drops and keys.group.peeks else 0
+            allowed = _group_hit_len(keys, min(length + margin, hashed_len) if margin else length, drops)
+            if drops:
+                proven.add(index)
+            elif allowed < length:
+                proven.clear()
+            length = allowed
+            if keys.group.reads_all:
+                trimmed[index] = allowed
+        if length >= candidate:
+            return candidate
+        candidate = length
+        if engine.one_pass:
+            return candidate
+
+
+def _group_hit_len(keys: _Keys, top: int, drops: bool) -> int:
+    """What one manager finds in the first `top` tokens; `drops`: less the piece that a draft head must see again."""
+    match keys.group.spec:
+        case SlidingWindow() as spec:
+            return _window_hit_len(spec, keys, top, drops)
+        case ChunkedLocal() as spec:
+            return _chunk_hit_len(spec, keys, top)
+    return _full_hit_len(keys, top, drops) if keys.group.reads_all else _state_hit_len(keys, top)
+
+
+def _full_hit_len(keys: _Keys, top: int, drops: bool) -> int:
+    size = keys.group.spec.block_size
+    first_run_end = keys.blocks[0][1] if keys.blocks and keys.blocks[0][0] == 0 else 0
+    length = min(first_run_end, top // size) * size
+    if keys.step < size:
+        length = max(length, _last_tail(keys, min(top, length + size - 1)))
+    if drops and length:
+        length -= min(keys.step, size)
+    return align_down(length, keys.step)
+
+
+def _state_hit_len(keys: _Keys, top: int) -> int:
+    size = keys.group.spec.block_size
+    per_step = max(1, keys.step // size)
+    in_tail = _last_tail(keys, top) if keys.step < size else 0
+    for start, end in reversed(keys.blocks[: bisect_left(keys.blocks, (top // size,))]):
+        last = align_down(min(end, top // size), per_step)
+        if last > start:
+            return max(in_tail, last * size)
+    return in_tail
+
+
+def _last_tail(keys: _Keys, top: int) -> int:
+    index = bisect_right(keys.tails, top)
+    return keys.tails[index - 1] if index else 0
+
+
+def _window_hit_len(spec: SlidingWindow, keys: _Keys, top: int, drops: bool) -> int:
+    """From the right, the first chain of enough blocks whose end, less the dropped one, is aligned.
+
+    A window of one token asks for one block all the same. A chain that reaches block 0 counts however short it is;
+    with a draft head it is aligned, dropped and aligned again.
+    """
+    size, shift = spec.block_size, int(drops)
+    per_step, needed = keys.step // size, max(1, window_blocks(spec) + shift)
+    for start, end in reversed(keys.blocks[: bisect_left(keys.blocks, (top // size,))]):
+        last = align_down(min(end, top // size) - shift, per_step) + shift
+        if last <= start:
+            continue
+        if last - needed >= start:
+            return (last - shift) * size
+        if start == 0:
+            length = align_down(last, per_step)
+            return align_down(max(0, length - shift), per_step) * size
+    return 0
+
+
+def _chunk_hit_len(spec: ChunkedLocal, keys: _Keys, top: int) -> int:
+    """From the start of the chunk of token `top`; blocks before it count as there, those after a gap do not."""
+    start, last = align_down(top, spec.chunk) // spec.block_size, top // spec.block_size
+    index = bisect_right(keys.blocks, start, key=itemgetter(0))
+    run_end = keys.blocks[index - 1][1] if index else 0
+    return max(start, min(run_end, last)) * spec.block_size
