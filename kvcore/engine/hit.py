@@ -27,6 +27,11 @@ class _Keys:
     blocks: Runs
     tails: Tails
 
+    @property
+    def margin(self) -> int:
+        """Tokens that it matches beyond a hit, and drops, for a draft head."""
+        return min(self.group.spec.block_size, self.step) if self.group.peeks else 0
+
 
 def hit_len(
     engine: EngineModel,
@@ -44,7 +49,7 @@ def hit_len(
     require(align_down(limit, unit) <= hashed_len, "limit", limit, f"less than {hashed_len + unit}: no hash beyond")
     found = tuple(_keys(engine, group, present, tails) for group in engine.merged)
     if engine.alone:
-        return _group_hit_len(found[0], limit, found[0].group.drafts)
+        return _group_hit_len(found[0], limit, found[0].margin)
     return _agreed_len(engine, found, limit, hashed_len)
 
 
@@ -69,10 +74,10 @@ def _agreed_len(engine: EngineModel, found: tuple[_Keys, ...], limit: int, hashe
             if index in trimmed:
                 length = min(length, trimmed[index])
                 continue
-            drops = keys.group.drafts and index not in proven
-            margin = min(keys.group.spec.block_size, keys.step) if drops and keys.group.peeks else 0
-            allowed = _group_hit_len(keys, min(length + margin, hashed_len) if margin else length, drops)
-            if drops:
+            unproven = keys.group.drafts and index not in proven
+            margin = keys.margin if unproven else 0
+            allowed = _group_hit_len(keys, min(length + margin, hashed_len) if margin else length, margin)
+            if unproven:
                 proven.add(index)
             elif allowed < length:
                 proven.clear()
@@ -86,25 +91,23 @@ def _agreed_len(engine: EngineModel, found: tuple[_Keys, ...], limit: int, hashe
             return candidate
 
 
-def _group_hit_len(keys: _Keys, top: int, drops: bool) -> int:
-    """What one manager finds in the first `top` tokens; `drops`: less the piece that a draft head must see again."""
+def _group_hit_len(keys: _Keys, top: int, margin: int) -> int:
+    """What one manager finds in the first `top` tokens, less the `margin` that a draft head must see again."""
     match keys.group.spec:
         case SlidingWindow() as spec:
-            return _window_hit_len(spec, keys, top, drops)
+            return _window_hit_len(spec, keys, top, margin)
         case ChunkedLocal() as spec:
             return _chunk_hit_len(spec, keys, top)
-    return _full_hit_len(keys, top, drops) if keys.group.reads_all else _state_hit_len(keys, top)
+    return _full_hit_len(keys, top, margin) if keys.group.reads_all else _state_hit_len(keys, top)
 
 
-def _full_hit_len(keys: _Keys, top: int, drops: bool) -> int:
+def _full_hit_len(keys: _Keys, top: int, margin: int) -> int:
     size = keys.group.spec.block_size
     first_run_end = keys.blocks[0][1] if keys.blocks and keys.blocks[0][0] == 0 else 0
     length = min(first_run_end, top // size) * size
     if keys.step < size:
         length = max(length, _last_tail(keys, min(top, length + size - 1)))
-    if drops and length:
-        length -= min(keys.step, size)
-    return align_down(length, keys.step)
+    return align_down(max(0, length - margin), keys.step)
 
 
 def _state_hit_len(keys: _Keys, top: int) -> int:
@@ -123,13 +126,13 @@ def _last_tail(keys: _Keys, top: int) -> int:
     return keys.tails[index - 1] if index else 0
 
 
-def _window_hit_len(spec: SlidingWindow, keys: _Keys, top: int, drops: bool) -> int:
+def _window_hit_len(spec: SlidingWindow, keys: _Keys, top: int, margin: int) -> int:
     """From the right, the first chain of enough blocks whose end, less the dropped one, is aligned.
 
     A window of one token asks for one block all the same. A chain that reaches block 0 counts however short it is;
     with a draft head it is aligned, dropped and aligned again.
     """
-    size, shift = spec.block_size, int(drops)
+    size, shift = spec.block_size, margin // spec.block_size
     per_step, needed = keys.step // size, max(1, window_blocks(spec) + shift)
     for start, end in reversed(keys.blocks[: bisect_left(keys.blocks, (top // size,))]):
         last = align_down(min(end, top // size) - shift, per_step) + shift

@@ -38,19 +38,31 @@ def store_mask(
     start_len: int = 0,
     retention: int | None = None,
     num_prompt_tokens: int | None = None,
-    junction: int | None = None,
 ) -> tuple[Mask, ...]:
-    """Per group, whether the i-th block from `start_len` up to `aligned_len` is kept.
+    """Per group, whether the i-th block from `start_len` up to `aligned_len` is kept; as `store_runs`."""
+    blocks = tuple(_block_range(spec, start_len, aligned_len) for spec in engine.specs)
+    kept = store_runs(engine, blocks, retention, num_prompt_tokens)
+    return tuple(_mask(runs, run) for runs, run in zip(kept, blocks, strict=True))
 
-    Lengths in tokens. `retention`: None, 0 or a multiple of the alignment. `num_prompt_tokens` None: no replay
-    boundary is known. `junction`: a length at which another request left this one's prefix (GPU side only).
+
+def store_runs(
+    engine: EngineModel,
+    blocks: tuple[Run, ...],
+    retention: int | None = None,
+    num_prompt_tokens: int | None = None,
+    junction: int | None = None,
+) -> tuple[Runs | None, ...]:
+    """Per group, what is kept of the range `blocks[group]`; None: all of it.
+
+    `retention`: None, 0 or a multiple of the alignment, in tokens. `num_prompt_tokens` None: no replay boundary is
+    known. `junction`: a length at which another request left this one's prefix (the GPU's cache knows some).
     """
     step = engine.model.alignment
     require(not retention or (retention > 0 and retention % step == 0), "retention", retention, f"a multiple of {step}")
     replay = () if num_prompt_tokens is None else _replay_boundaries(engine, num_prompt_tokens)
     return tuple(
-        _mask(_kept(engine, group, run, retention, (*replay, *_junctions(engine, group, junction))), run)
-        for group, run in enumerate(_block_range(spec, start_len, aligned_len) for spec in engine.specs)
+        _kept(engine, group, run, retention, (*replay, *_junctions(engine, group, junction)))
+        for group, run in enumerate(blocks)
     )
 
 

@@ -1,10 +1,13 @@
 """Mode `engine`: the hit length that vLLM's own coordinators find, on both sides, over random models and presence."""
 
+from dataclasses import replace
+
 import pytest
 
+from kvcore import hit as exact
 from kvcore.engine import hit
 from kvcore.engine.hit import hit_len
-from kvcore.engine.model import Side
+from kvcore.engine.model import EngineModel, MergedGroup, Side, window_blocks
 from tests.differential.vllm_models import (
     engine_of,
     gpu_coordinator,
@@ -22,10 +25,7 @@ NUM_MODELS, PATTERNS = 2_500, 8  # 20,000 cases on each side
 
 def limit_of(rng, side, model, num_tokens):
     """The engine asks for all but the last token, the connector for the aligned length; now and then for less."""
-    if side is Side.GPU:
-        limit = max(0, num_tokens - 1)
-    else:
-        limit = num_tokens // model.hit_step * model.hit_step
+    limit = max(0, num_tokens - 1) if side is Side.GPU else num_tokens // model.hit_step * model.hit_step
     return limit if rng.random() < 0.8 else rng.randint(0, limit)
 
 
@@ -53,3 +53,41 @@ def test_hit_equals_vllm_s(side):
         assert ours == theirs, case
         hits.add(min(ours, 200))
     assert len(hits) > 80, "few different answers: the patterns are dull"
+
+
+def agrees(side, num_models=400):
+    return all(ours == theirs for _, ours, theirs in answers(side, num_models, seed=5))
+
+
+KEYS = hit._keys
+
+
+def unaligned_keys(engine, group, present, tails):
+    return replace(KEYS(engine, group, present, tails), step=group.spec.block_size)
+
+
+WRONG = {
+    "no margin for draft heads": (hit._Keys, "margin", 0),
+    "a window of one block more": (hit, "window_blocks", lambda spec: window_blocks(spec) + 1),
+    "a window of one block less": (hit, "window_blocks", lambda spec: window_blocks(spec) - 1),
+    "hits that end on the group's own blocks": (hit, "_keys", unaligned_keys),
+    "no partial tails": (hit, "_last_tail", lambda keys, top: 0),
+    "one pass for all": (EngineModel, "one_pass", True),
+    "a peek past the limit for a single group too": (EngineModel, "alone", False),
+    "recurrent groups peek": (MergedGroup, "peeks", property(lambda group: group.drafts)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_control_a_wrong_lookup_differs_from_vllm_s(wrong, monkeypatch):
+    owner, name, value = WRONG[wrong]
+    monkeypatch.setattr(owner, name, value)
+    assert not (agrees(Side.GPU) and agrees(Side.POOL))
+
+
+def test_control_the_definition_differs_from_vllm(monkeypatch):
+    def defined(engine, present, limit, hashed_len, tails):
+        return exact.hit_len(engine.model, present, min(limit, engine.model.limit(limit + 1)))
+
+    monkeypatch.setitem(globals(), "hit_len", defined)
+    assert not agrees(Side.POOL)
