@@ -1,4 +1,4 @@
-"""The front of a fleet: tells the router what a real one could know of request and instances, and takes its answer."""
+"""The front of a fleet: tells the router what a real one could know, and takes its answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,24 +28,30 @@ class Dispatcher:
     """Routes arrivals; gathers only what the router reads.
 
     Loads and prefixes are as of the last refresh: an arrival that finds them `snapshot_interval_ns` old or older
-    refreshes them. Loads count in what was sent since, prefixes do not. Loads are exact then, for all requests of this
-    front that have not ended; of one whose computation has not begun it is taken that it will compute what it was
-    thought to when it was sent. Prefixes are the books of `PrefixIndex`, not events of the instances. The pool is asked
-    when the request arrives, without a lease.
+    refreshes them all. They are what a front knows of the requests it sent and of their progress:
+
+    - loads are exact when refreshed, and count in what was sent since; a request that does not run yet is thought to
+      compute what was neither cached nor pooled when it was sent;
+    - prefixes are the books of `PrefixIndex`, prompts from their sending on, answers when they are complete; they are
+      not the instances' own events, whose cached blocks change in the middle of a jump;
+    - the pool is asked when the request arrives, without a lease.
     """
 
     def __init__(self, clock: Clock, router: Router, fleet: Fleet, snapshot_interval_ns: int) -> None:
         self._clock = clock
         self._router = router
-        self._fleet = fleet
+        self._block_size = fleet.block_size
         self._interval_ns = snapshot_interval_ns
         self._num_routed = 0
-        self._is_tracking = bool(router.reads & {Fact.LOAD, Fact.PREFIX})
+        self._tells_session = Fact.SESSION in router.reads
+        self._tells_prefixes = Fact.PREFIX in router.reads
+        self._pool_hit = fleet.pool_hit if Fact.POOL in router.reads else None
+        self._is_tracking = self._tells_prefixes or Fact.LOAD in router.reads
         self._snapshots = [Snapshot(InstanceId(index)) for index in range(fleet.num_instances)]
         self._refresh_at_ns = 0
-        self._in_flight: dict[Sequence, tuple[int, int]] = {}  # instance, tokens it was thought to compute
+        self._in_flight: dict[Sequence, tuple[int, int]] = {}  # instance, uncached tokens
         self._news: list[tuple[int, Segments, int]] = []
-        self._prefixes = PrefixIndex(fleet.num_instances if Fact.PREFIX in router.reads else 0, fleet.num_blocks)
+        self._prefixes = PrefixIndex(fleet.num_instances if self._tells_prefixes else 0, fleet.num_blocks)
 
     def choose(self, sequence: Sequence, session: str) -> int:
         """The instance that takes this sequence, which arrived now."""
@@ -65,29 +71,34 @@ class Dispatcher:
             self._add_news(instance, sequence, sequence.num_computed)
 
     def _arrival(self, sequence: Sequence, session: str) -> Arrival:
-        reads, pool_hit, block_size = self._router.reads, self._fleet.pool_hit, self._fleet.block_size
-        limit_blocks = (sequence.input_len - 1) // block_size
-        cached: tuple[int, ...] = ()
-        if Fact.PREFIX in reads:
-            cached = self._prefixes.cached_blocks(sequence.segments, limit_blocks)
         return Arrival(
             self._num_routed,
             sequence.input_len,
-            session if Fact.SESSION in reads else None,
-            tuple(num_blocks * block_size for num_blocks in cached),
-            pool_hit(sequence.segments, limit_blocks) * block_size if pool_hit and Fact.POOL in reads else None,
+            session if self._tells_session else None,
+            self._cached_lens(sequence) if self._tells_prefixes else (),
+            self._pool_hit_len(sequence, self._pool_hit) if self._pool_hit is not None else None,
         )
 
+    def _cached_lens(self, sequence: Sequence) -> tuple[int, ...]:
+        cached = self._prefixes.cached_blocks(sequence.segments, self._limit_blocks(sequence))
+        return tuple(num_blocks * self._block_size for num_blocks in cached)
+
+    def _pool_hit_len(self, sequence: Sequence, pool_hit: PoolHit) -> int:
+        return pool_hit(sequence.segments, self._limit_blocks(sequence)) * self._block_size
+
+    def _limit_blocks(self, sequence: Sequence) -> int:
+        """At least one token of a prompt is computed."""
+        return (sequence.input_len - 1) // self._block_size
+
     def _track(self, sequence: Sequence, arrival: Arrival, chosen: int) -> None:
-        cached_len = arrival.cached_lens[chosen] if arrival.cached_lens else 0
-        queued_len = arrival.prompt_len - max(cached_len, arrival.pool_hit_len or 0)
+        queued_len = arrival.uncached_len(chosen)
         self._snapshots[chosen] = self._snapshots[chosen].sent(arrival.prompt_len, queued_len)
         self._in_flight[sequence] = (chosen, queued_len)
         self._add_news(chosen, sequence, sequence.input_len)
 
     def _add_news(self, instance: int, sequence: Sequence, num_tokens: int) -> None:
-        if Fact.PREFIX in self._router.reads:
-            self._news.append((instance, sequence.segments, num_tokens // self._fleet.block_size))
+        if self._tells_prefixes:
+            self._news.append((instance, sequence.segments, num_tokens // self._block_size))
 
     def _refresh(self) -> None:
         """Learn everything that has happened up to now."""

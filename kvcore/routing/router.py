@@ -28,7 +28,7 @@ class Snapshot:
     """Requests that are not in the running batch, whatever they wait for."""
     num_running: int = 0
     num_queued_tokens: int = 0
-    """Prompt tokens of its requests that are still to be computed, as far as the router can tell."""
+    """Prompt tokens of its requests that are still to be computed, cached ones left out as far as they are known."""
     num_prompt_tokens: int = 0
     """All prompt tokens of its requests, computed or not: what decoding them reads."""
 
@@ -62,6 +62,11 @@ class Arrival:
     """For each snapshot, the prefix of the prompt that the instance is thought to have cached."""
     pool_hit_len: int | None = None
     """The prefix that the shared pool holds; None: there is none, or it is not known."""
+
+    def uncached_len(self, index: int) -> int:
+        """Tokens of the prompt that neither the instance at `index` nor the pool is known to hold."""
+        cached_len = self.cached_lens[index] if self.cached_lens else 0
+        return self.prompt_len - max(cached_len, self.pool_hit_len or 0)
 
 
 class Router(Protocol):

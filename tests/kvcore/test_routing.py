@@ -33,6 +33,12 @@ def test_ties_go_to_the_first_from_the_number_on():
     assert [least([1, 0, 0, 1], Arrival(number, 1)) for number in range(5)] == [1, 1, 2, 1, 1]
 
 
+def test_what_is_held_nowhere_is_uncached():
+    arrival = Arrival(0, 100, None, (64, 0), 32)
+    assert [arrival.uncached_len(index) for index in (0, 1)] == [36, 68]
+    assert Arrival(0, 100).uncached_len(1) == 100
+
+
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
