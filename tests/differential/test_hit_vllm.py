@@ -8,6 +8,7 @@ from kvcore import hit as exact
 from kvcore.engine import hit
 from kvcore.engine.hit import hit_len
 from kvcore.engine.model import EngineModel, MergedGroup, Side, window_blocks
+from tests.differential.test_differences import agreed_len_proven_again, window_hit_len_dropped_once
 from tests.differential.vllm_models import (
     engine_of,
     gpu_coordinator,
@@ -74,6 +75,8 @@ WRONG = {
     "no partial tails": (hit, "_last_tail", lambda keys, top: 0),
     "one pass for all": (EngineModel, "one_pass", True),
     "a peek past the limit for a single group too": (EngineModel, "alone", False),
+    "a proof for every candidate": (hit, "_agreed_len", agreed_len_proven_again),
+    "a short chain dropped once": (hit, "_window_hit_len", window_hit_len_dropped_once),
     "recurrent groups peek": (MergedGroup, "peeks", property(lambda group: group.drafts)),
 }
 

@@ -50,10 +50,10 @@ class VllmModel:
 
 
 def random_model(rng, side):
-    family = rng.choice(["mixed"] * 6 + ["single", "chunked", "partial", "partial", "sharded"])
+    family = rng.choice(["mixed"] * 6 + ["single", "chunked", "partial", "partial", "sharded", "windows", "windows"])
     groups, cp = FAMILIES[family](rng, side)
     scaled = tuple(_scaled(group, cp) for group in groups)
-    use_eagle = rng.random() < 0.5
+    use_eagle = rng.random() < 0.5 or family == "windows"
     draftable = [index for index, group in enumerate(groups) if group.cacheable and not isinstance(group, ChunkedLocal)]
     flagged = frozenset(index for index in draftable if rng.random() < 0.4) if use_eagle else frozenset()
     if any(isinstance(group, ChunkedLocal) for group in groups):
@@ -75,6 +75,11 @@ def _mixed(rng, side):
 def _single(rng, side):
     group = _group(rng, side, rng.choice(["full", "window", "recurrent", "chunked"]), rng.choice((1, 2, 4, 16)))
     return (group,) * (1 if rng.random() < 0.6 else rng.randint(2, 3)), 1
+
+
+def _windows(rng, side):
+    """Several windows, mostly of draft layers: where proofs get out of date."""
+    return _groups(rng, side, ["window", "window", "window", "full"], rng.choice(SIZES[:4]), rng.randint(2, 4)), 1
 
 
 def _chunked(rng, side):
@@ -107,7 +112,14 @@ def _sharded(rng, side):
     return groups, rng.choice((2, 2, 3))
 
 
-FAMILIES = {"mixed": _mixed, "single": _single, "chunked": _chunked, "partial": _partial, "sharded": _sharded}
+FAMILIES = {
+    "mixed": _mixed,
+    "single": _single,
+    "windows": _windows,
+    "chunked": _chunked,
+    "partial": _partial,
+    "sharded": _sharded,
+}
 
 
 def _groups(rng, side, kinds, sizes, count):
@@ -125,8 +137,8 @@ def _group(rng, side, kind, size):
         case "full":
             return LaidOutFull(size, layout if side is Side.GPU or rng.random() < 0.8 else "sink")
         case "window":
-            window = rng.choice([1, 2, rng.randint(1, 4 * size), rng.randint(1, 12 * size)])
-            return LaidOutWindow(size, window, rng.choice((0, 0, 0, 1, 2, size)), layout)
+            window = rng.choice([1, 2, 2, rng.randint(2, 4 * size), rng.randint(2, 4 * size), rng.randint(2, 12 * size)])
+            return LaidOutWindow(size, window, rng.choice((0,) * 7 + (1, 2, size)), layout)
         case "recurrent":
             return Recurrent(size)
         case "chunked":
@@ -143,7 +155,11 @@ def _scaled(group, cp):
 
 
 def _is_sharded(group):
-    return isinstance(group, FullAttention) and not group.layout.endswith("replicated")
+    return isinstance(group, FullAttention) and not layout_of(group).endswith("replicated")
+
+
+def layout_of(group):
+    return getattr(group, "layout", "")
 
 
 def _hash_unit(rng, groups, family):
@@ -153,6 +169,12 @@ def _hash_unit(rng, groups, family):
     if len(groups) == 1 or rng.random() < 0.7:
         return unit
     return rng.choice([divisor for divisor in range(1, unit + 1) if unit % divisor == 0])
+
+
+def as_told(model):
+    """A model whose draft groups vLLM is told of one by one."""
+    drafts = model.eagle_groups
+    return VllmModel(model, model.groups, 1, drafts, bool(drafts), frozenset())
 
 
 # -- random presence --------------------------------------------------------------------------------------------------
@@ -174,7 +196,7 @@ class Presence:
 def random_presence(rng, model):
     """Mostly what some writer left: all of it, or what a few boundaries need, less a few keys."""
     num_tokens = rng.randint(0, rng.choice((3, 6, 12)) * model.alignment + 3)
-    shared = rng.choice(["all", "all", "boundaries", "boundaries", "prefix", "any"])
+    shared = rng.choice(["all", "all", "boundaries", "boundaries", "prefix", "holes", "any"])
     lengths = _boundaries(rng, model, num_tokens)
     units = [_units(rng, model, group, num_tokens, shared, lengths) for group in range(len(model.groups))]
     return presence_of(model, num_tokens, units)
@@ -208,7 +230,7 @@ def _units(rng, model, group, num_tokens, shared, lengths):
         "all": lambda: everything,
         "prefix": lambda: {u for u in everything if u < cut},
         "tail": lambda: {u for u in everything if u >= cut},
-        "boundaries": lambda: _at_boundaries(model, group, lengths) & set(range(count)),
+        "boundaries": lambda: _at_boundaries(rng, model, group, lengths) & set(range(count)),
         "holes": lambda: {u for u in everything if rng.random() < 0.8},
         "few": lambda: {u for u in everything if rng.random() < 0.3},
     }[kind]()
@@ -221,14 +243,15 @@ def _boundaries(rng, model, num_tokens):
     return [rng.randint(0, highest) * model.hit_step for _ in range(rng.randint(1, 3))]
 
 
-def _at_boundaries(model, group, lengths):
-    """The units of what a writer keeps for hits at these lengths."""
+def _at_boundaries(rng, model, group, lengths):
+    """The units of what a writer keeps for hits at these lengths, now and then without the piece that proves one."""
     unit, size = model.hashed_step, model.groups[group].block_size
     present = set()
     for length in lengths:
-        first, last = model.proof_blocks(group, length)
+        proven = rng.random() < 0.7
+        first, last = model.proof_blocks(group, length) if proven else model.groups[group].needed_blocks(length)
         present |= {(block + 1) * size // unit - 1 for block in range(first, last)}
-        end = length + model.margins[group]
+        end = length + (model.margins[group] if proven else 0)
         if end % size:
             present.add(end // unit - 1)
     return present
@@ -274,7 +297,7 @@ def vllm_spec(group):
     common = {
         "block_size": group.block_size,
         "num_kv_heads": 1,
-        "head_size": 2 if getattr(group, "layout", "").startswith("wide") else 1,
+        "head_size": 2 if layout_of(group).startswith("wide") else 1,
         "dtype": torch.float16,
         "dcp_sharded": _is_sharded(group),
     }
@@ -286,7 +309,7 @@ def vllm_spec(group):
         case FullAttention():
             return interface.FullAttentionSpec(**common)
         case SlidingWindow():
-            latent = getattr(group, "layout", "").startswith("latent")
+            latent = layout_of(group).startswith("latent")
             cls = interface.SlidingWindowMLASpec if latent else interface.SlidingWindowSpec
             return cls(**common, sliding_window=group.window, extra_retained_tokens=group.extra_retained_tokens)
         case ChunkedLocal():

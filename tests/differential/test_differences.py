@@ -1,0 +1,344 @@
+"""Where the two modes differ: the examples of docs/DIFFERENCES.md, and that there are no others.
+
+Each example is given to mode `exact`, to mode `engine` and, where it is installed, to vLLM.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+
+import pytest
+
+from kvcore import hit as exact_hits
+from kvcore import masks as exact_masks
+from kvcore.engine import hit as engine_hits
+from kvcore.engine import masks as engine_masks
+from kvcore.engine.model import VLLM_0_33, EngineModel, Side
+from kvcore.runs import from_blocks
+from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, Recurrent, SlidingWindow
+from kvcore.tails import cover
+from kvcore.units import align_down
+from tests.differential.vllm_models import (
+    as_told,
+    gpu_coordinator,
+    gpu_hit_len,
+    installed_rules,
+    pool_coordinator,
+    presence_of,
+    random_presence,
+    subjects,
+)
+
+# -- hits -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A prompt of `num_tokens`; `present` are tokens up to which each group has keys of blocks, and of what mode."""
+
+    model: ModelSpec
+    num_tokens: int
+    lengths: tuple[tuple[int, ...], ...]
+    exact: int
+    engine: int
+
+
+def model(*groups, drafts=(), **options):
+    return ModelSpec(groups, frozenset(drafts), **options)
+
+
+Full, Window, Chunk, State = FullAttention, SlidingWindow, ChunkedLocal, Recurrent
+
+HITS = {
+    "a window of one token asks for a block": Hit(model(Window(4, 1)), 9, ((),), 8, 0),
+    "a chunk that begins inside a block skips it": Hit(model(Chunk(4, 6)), 9, ((),), 0, 4),
+    "extra retained tokens are not asked for": Hit(model(Window(4, 5, 4)), 9, ((8,),), 0, 8),
+    "a single draft group does not look past the last token": Hit(model(Full(4), drafts=[0]), 8, ((4, 8),), 4, 0),
+    "a short chain of a draft window is dropped twice": Hit(
+        model(Full(8), Window(4, 40), drafts=[1]), 13, ((8,), (4, 8, 12)), 8, 0
+    ),
+    "a draft window's proof is not asked again": Hit(
+        model(Window(1, 2), Window(4, 9), drafts=[0, 1]), 17, ((1, 12, 16, 17), (4, 8, 12, 16)), 0, 12
+    ),
+    "a block that reaches past the limit does not serve": Hit(
+        model(Full(8), State(4), hash_unit=4, hit_unit=4), 8, ((8,), (4, 8)), 4, 0
+    ),
+    "a tail and a whole block of groups of one spec are no common key": Hit(
+        model(Full(8), Full(8), State(4), hash_unit=4, hit_unit=4), 9, ((4,), (8,), (4, 8)), 4, 0
+    ),
+}
+
+
+def presence_at(example):
+    unit = example.model.hashed_step
+    return presence_of(
+        example.model, example.num_tokens, [{length // unit - 1 for length in group} for group in example.lengths]
+    )
+
+
+def exact_hit_len(subject, presence):
+    """Mode `exact` of presence in keys: where hits split blocks, a state is a unit's, a tail one of its own list."""
+    limit = subject.limit(presence.num_tokens)
+    if not subject.splits_blocks:
+        return exact_hits.hit_len(subject, presence.blocks, limit)
+    objects = [
+        presence.blocks[group] if spec.prefix_closed else from_blocks(presence.units[group])
+        for group, spec in enumerate(subject.groups)
+    ]
+    tails = [from_blocks(end // subject.hit_step - 1 for end in presence.tails[group]) for group in subject.tail_groups]
+    return exact_hits.hit_len(subject.in_units(), cover(subject, [*objects, *tails]), limit)
+
+
+def engine_hit_len(engine, presence):
+    hashed_len = align_down(presence.num_tokens, engine.model.hashed_step)
+    limit = max(0, presence.num_tokens - 1)
+    return engine_hits.hit_len(engine, presence.blocks, limit, hashed_len, presence.tails)
+
+
+@pytest.mark.parametrize("name", HITS)
+def test_hit_differs(name):
+    example = HITS[name]
+    presence = presence_at(example)
+    assert exact_hit_len(example.model, presence) == example.exact
+    assert engine_hit_len(EngineModel(example.model), presence) == example.engine
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", HITS)
+def test_vllm_finds_the_hit_of_mode_engine(name):
+    example = HITS[name]
+    coordinator, limit = gpu_coordinator(as_told(example.model)), example.num_tokens - 1
+    assert gpu_hit_len(coordinator, example.model, presence_at(example), limit) == example.engine
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What is asked (no retention given) or kept of `length` tokens, per group, as text: x one block, None all."""
+
+    model: ModelSpec
+    length: int
+    exact: tuple[str | None, ...]
+    engine: tuple[str | None, ...]
+    stored: tuple[int | None, int] | None = None
+    """Retention and prompt length of a store; None: a lookup."""
+    side: Side = Side.POOL
+
+
+MASKS = {
+    "chunked local attention has no mask": Masks(model(Chunk(4, 8)), 16, ("x.x.",), (None,)),
+    "states are asked for at every block": Masks(model(Full(8), State(4)), 16, (None, ".x.x"), (None, None)),
+    "a window of one token is never asked for": Masks(model(Full(8), Window(4, 1)), 16, (None, "...."), (None, "....")),
+    "the mask of a draft window is given up early": Masks(
+        model(Full(8), Window(4, 2), drafts=[1]), 16, (None, ".xxx"), (None, None)
+    ),
+    "extra retained tokens are not stored": Masks(
+        model(Full(16), Window(4, 5, 4)), 16, (None, "..xx"), (None, "...x"), (None, 17)
+    ),
+    "states enter the GPU's cache by position": Masks(
+        model(Full(8), State(4)), 16, (None, "...."), (None, None), (None, 17), Side.GPU
+    ),
+    "sparse states enter the GPU's cache by position": Masks(
+        model(Full(8), State(4)), 16, (None, "...."), (None, ".x.x"), (8, 17), Side.GPU
+    ),
+    "a draft window keeps the peeked block of no hit": Masks(
+        model(Window(4, 5), drafts=[0]), 12, ("...",), ("x..",), (0, 7)
+    ),
+    "a draft head of states alone moves the prompt's boundary": Masks(
+        model(Window(4, 5), State(4), drafts=[1]), 12, (".x.", "..."), ("x..", "..."), (0, 11)
+    ),
+    "an all-True list where every block is kept": Masks(model(Window(4, 9)), 8, (None,), ("xx",), (0, 9)),
+}
+
+
+def picture(masks):
+    return tuple(mask if mask is None else "".join(".x"[kept] for kept in mask) for mask in masks)
+
+
+def exact_picture(example):
+    if example.stored is None:
+        return picture(exact_masks.lookup_mask(example.model, example.length))
+    retention, num_prompt = example.stored
+    return picture(exact_masks.store_mask(example.model, example.length, 0, retention, num_prompt))
+
+
+def engine_picture(example, rules):
+    engine = EngineModel(example.model, example.side, rules)
+    if example.stored is None:
+        return picture(engine_masks.lookup_mask(engine, example.length))
+    retention, num_prompt = example.stored
+    return picture(engine_masks.store_mask(engine, example.length, 0, retention, num_prompt))
+
+
+def vllm_picture(example):
+    subject = as_told(example.model)
+    if example.side is Side.GPU:
+        return gpu_picture(gpu_coordinator(subject), example)
+    coordinator = pool_coordinator(subject)
+    if example.stored is None:
+        return picture(coordinator.lookup_mask(example.length))
+    coordinator.retention_interval, num_prompt = example.stored
+    return picture(coordinator.store_mask(example.length, 0, num_prompt))
+
+
+def gpu_picture(coordinator, example):
+    retention, num_prompt = example.stored
+    return picture(
+        manager.reachable_block_mask(
+            start_block=0,
+            end_block=example.length // manager.block_size,
+            alignment_tokens=manager.cache_hit_alignment_tokens,
+            kv_cache_spec=manager.kv_cache_spec,
+            use_eagle=manager.use_eagle,
+            retention_interval=retention,
+            reachable_boundaries=(num_prompt - 1,),
+        )
+        for manager in coordinator.single_type_managers
+    )
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_differ(name):
+    example = MASKS[name]
+    assert exact_picture(example) == example.exact
+    assert engine_picture(example, EngineModel(example.model).rules) == example.engine
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", MASKS)
+def test_vllm_masks_as_mode_engine(name):
+    example = MASKS[name]
+    assert vllm_picture(example) == engine_picture(example, installed_rules())
+
+
+# -- no others --------------------------------------------------------------------------------------------------------
+
+
+def differs_by_its_groups(engine):
+    """A group about which the modes never agree: a window of one token, retained tokens, chunks inside blocks."""
+    for group in engine.merged:
+        match group.spec:
+            case SlidingWindow(window=window, extra_retained_tokens=extra) if window == 1 or extra:
+                return True
+            case ChunkedLocal(chunk=chunk, block_size=block_size) if chunk % block_size:
+                return True
+    return engine.alone and engine.merged[0].peeks
+
+
+def window_hit_len_dropped_once(spec, keys, top, margin):
+    """A chain that reaches block 0 is dropped once, as any other."""
+    shift, per_step = margin // spec.block_size, keys.step // spec.block_size
+    needed = max(1, engine_hits.window_blocks(spec) + shift)
+    for start, end in reversed(keys.blocks):
+        last = align_down(min(end, top // spec.block_size) - shift, per_step) + shift
+        if last > start and (start == 0 or last - needed >= start):
+            return (last - shift) * spec.block_size
+    return 0
+
+
+def agreed_len_proven_again(engine, found, limit, hashed_len):
+    """Every draft group proves every candidate."""
+    length, before = limit, None
+    while length != before:
+        before = length
+        for keys in found:
+            top = min(length + keys.margin, hashed_len) if keys.margin else length
+            length = engine_hits._group_hit_len(keys, top, keys.margin)
+    return length
+
+
+REPAIRS = {"_window_hit_len": window_hit_len_dropped_once, "_agreed_len": agreed_len_proven_again}
+
+
+def both_hits(side, num_models):
+    """(mode exact's, mode engine's) hits of models without the groups above that split no blocks."""
+    for rng, subject in subjects(side, num_models, 21):
+        engine = EngineModel(subject.model, side)
+        if subject.model.splits_blocks or differs_by_its_groups(engine):
+            continue
+        for _ in range(8):
+            presence = random_presence(rng, subject.model)
+            yield exact_hit_len(subject.model, presence), engine_hit_len(engine, presence)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", Side, ids=lambda side: side.name)
+def test_no_other_difference_of_hits(side, monkeypatch):
+    for name, repair in REPAIRS.items():
+        monkeypatch.setattr(engine_hits, name, repair)
+    count = 0
+    for exact, engine in both_hits(side, 9_000):
+        assert exact == engine
+        count += 1
+    assert count >= 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", REPAIRS)
+def test_each_repair_is_needed(kept, monkeypatch):
+    """Control: with one mistake left, the modes differ."""
+    for name, repair in REPAIRS.items():
+        if name != kept:
+            monkeypatch.setattr(engine_hits, name, repair)
+    assert any(exact != engine for exact, engine in both_hits(Side.GPU, 6_000))
+
+
+@pytest.mark.slow
+def test_split_blocks_only_shorten_the_engine_s_hit():
+    shorter = 0
+    for rng, subject in subjects(Side.GPU, 20_000, 22):
+        model = subject.model
+        if not model.splits_blocks or model.eagle_groups or differs_by_its_groups(EngineModel(model)):
+            continue
+        for _ in range(8):
+            presence = random_presence(rng, model)
+            exact, engine = exact_hit_len(model, presence), engine_hit_len(EngineModel(model), presence)
+            assert engine <= exact
+            shorter += engine < exact
+    assert shorter > 100
+
+
+def mask_pairs(rules, num_models):
+    """(case, exact's, engine's) per group: asked, and kept under a random retention."""
+    for rng, subject in subjects(Side.POOL, num_models, 23):
+        engine, model = EngineModel(subject.model, Side.POOL, rules), subject.model
+        if model.splits_blocks or (model.eagle_groups and not any(model.margins)):
+            continue
+        for _ in range(5):
+            length = rng.randint(0, 10) * model.alignment
+            start, num_prompt = rng.randint(0, length), rng.randint(1, length + model.alignment)
+            retention = rng.choice((None, 0, model.alignment, rng.randint(1, 5) * model.alignment))
+            asked = (exact_masks.lookup_mask(model, length), engine_masks.lookup_mask(engine, length))
+            arguments = (length, start, retention, num_prompt)
+            kept = (exact_masks.store_mask(model, *arguments), engine_masks.store_mask(engine, *arguments))
+            for spec, exact, modelled in chain(
+                zip(model.groups, *asked, strict=True), zip(model.groups, *kept, strict=True)
+            ):
+                yield (model, spec, arguments), exact, modelled
+
+
+def is_part_of(exact, engine):
+    return engine is None or (
+        exact is not None and all(kept or not wanted for wanted, kept in zip(exact, engine, strict=True))
+    )
+
+
+@pytest.mark.slow
+def test_what_exact_asks_and_keeps_the_engine_does_too():
+    """Of retained tokens only since vLLM 0.33."""
+    count = 0
+    for case, exact, engine in mask_pairs(VLLM_0_33, 3_000):
+        exact = [True] * len(engine) if exact is None and engine is not None else exact
+        assert is_part_of(exact, engine), case
+        count += 1
+    assert count >= 40_000
+
+
+def test_control_retained_tokens_of_vllm_0_32_are_not_part_of_it():
+    example = MASKS["extra retained tokens are not stored"]
+    masks = (
+        exact_masks.store_mask(example.model, 16, 0, None, 17),
+        engine_masks.store_mask(EngineModel(example.model, Side.POOL), 16, 0, None, 17),
+    )
+    assert not is_part_of(masks[0][1], masks[1][1])
