@@ -100,14 +100,14 @@ def flagged_or_all(flagged: frozenset[int], num_groups: int) -> frozenset[int]:
     return flagged or frozenset(range(num_groups))
 
 
-def hits_end_inside_blocks(groups: tuple[GroupSpec, ...], hash_unit: int, context_parallel_size: int) -> bool:
+def hits_end_inside_blocks(groups: tuple[GroupSpec, ...], hash_unit: int, num_context_ranks: int) -> bool:
     """Whether the engine's hits end on the hash unit (`ModelSpec.hit_unit`); `groups` as sharding leaves them.
 
     Some recurrent group's block must be longer than the unit, or as long with context parallelism, and every other
     group be able to split its blocks or have blocks of one unit.
     """
     states = [group.block_size for group in groups if isinstance(group, Recurrent)]
-    long_enough = any(size > hash_unit or (size == hash_unit and context_parallel_size > 1) for size in states)
+    long_enough = any(size > hash_unit or (size == hash_unit and num_context_ranks > 1) for size in states)
     return long_enough and all(
         group.splits_blocks or group.block_size == hash_unit for group in groups if group.cacheable
     )

@@ -137,7 +137,9 @@ def _group(rng, side, kind, size):
         case "full":
             return LaidOutFull(size, layout if side is Side.GPU or rng.random() < 0.8 else "sink")
         case "window":
-            window = rng.choice([1, 2, 2, rng.randint(2, 4 * size), rng.randint(2, 4 * size), rng.randint(2, 12 * size)])
+            window = rng.choice(
+                [1, 2, 2, rng.randint(2, 4 * size), rng.randint(2, 4 * size), rng.randint(2, 12 * size)]
+            )
             return LaidOutWindow(size, window, rng.choice((0,) * 7 + (1, 2, size)), layout)
         case "recurrent":
             return Recurrent(size)
