@@ -30,8 +30,8 @@ class Dispatcher:
     Loads and prefixes are as of the last refresh: an arrival that finds them `snapshot_interval_ns` old or older
     refreshes them all. They are what a front knows of the requests it sent and of their progress:
 
-    - loads are exact when refreshed, and count in what was sent since; a request that does not run yet is thought to
-      compute what was neither cached nor pooled when it was sent;
+    - loads are exact when refreshed, and count in what was sent since; until it has a first token, a request is thought
+      to have all of its prompt to compute that was neither cached nor pooled when it was sent;
     - prefixes are the books of `PrefixIndex`, prompts from their sending on, answers when they are complete; they are
       not the instances' own events, whose cached blocks change in the middle of a jump;
     - the pool is asked when the request arrives, without a lease.
@@ -91,9 +91,9 @@ class Dispatcher:
         return (sequence.input_len - 1) // self._block_size
 
     def _track(self, sequence: Sequence, arrival: Arrival, chosen: int) -> None:
-        queued_len = arrival.uncached_len(chosen)
-        self._snapshots[chosen] = self._snapshots[chosen].sent(arrival.prompt_len, queued_len)
-        self._in_flight[sequence] = (chosen, queued_len)
+        uncached_len = arrival.uncached_len(chosen)
+        self._snapshots[chosen] = self._snapshots[chosen].sent(arrival.prompt_len, uncached_len)
+        self._in_flight[sequence] = (chosen, uncached_len)
         self._add_news(chosen, sequence, sequence.input_len)
 
     def _add_news(self, instance: int, sequence: Sequence, num_tokens: int) -> None:
@@ -105,8 +105,8 @@ class Dispatcher:
         now_ns = self._clock.now_ns
         self._refresh_at_ns = now_ns + self._interval_ns
         loads = [_Load() for _ in self._snapshots]
-        for sequence, (instance, queued_len) in self._in_flight.items():
-            loads[instance].count(sequence, queued_len)
+        for sequence, (instance, uncached_len) in self._in_flight.items():
+            loads[instance].count(sequence, uncached_len)
         self._snapshots = [load.snapshot(InstanceId(index), now_ns) for index, load in enumerate(loads)]
         for news in self._news:
             self._prefixes.add(*news)
@@ -121,14 +121,14 @@ class _Load:
     def __init__(self) -> None:
         self.num_waiting = self.num_running = self.num_queued_tokens = self.num_prompt_tokens = 0
 
-    def count(self, sequence: Sequence, queued_len: int) -> None:
-        """One more; of its prompt at most `queued_len` tokens were to be computed."""
+    def count(self, sequence: Sequence, uncached_len: int) -> None:
+        """One more, with `uncached_len` prompt tokens to compute; once it has a first token, that is done."""
         if sequence.status is Status.RUNNING:
             self.num_running += 1
         else:
             self.num_waiting += 1
-        # In a jump over decode steps num_computed lags, but then all of the prompt is computed.
-        self.num_queued_tokens += min(queued_len, max(0, sequence.input_len - sequence.num_computed))
+        if not sequence.num_output:
+            self.num_queued_tokens += uncached_len
         self.num_prompt_tokens += sequence.input_len
 
     def snapshot(self, instance: InstanceId, taken_at_ns: int) -> Snapshot:

@@ -28,12 +28,12 @@ class Snapshot:
     """Requests that are not in the running batch, whatever they wait for."""
     num_running: int = 0
     num_queued_tokens: int = 0
-    """Prompt tokens of its requests that are still to be computed, cached ones left out as far as they are known."""
+    """Prompt tokens of requests without a first token that neither the instance nor the pool was known to hold."""
     num_prompt_tokens: int = 0
     """All prompt tokens of its requests, computed or not: what decoding them reads."""
 
-    def sent(self, prompt_len: int, queued_len: int) -> "Snapshot":
-        """The same after one more request of `prompt_len` tokens, `queued_len` of which must be computed there.
+    def sent(self, prompt_len: int, uncached_len: int) -> "Snapshot":
+        """The same after one more request of `prompt_len` tokens, `uncached_len` of which must be computed there.
 
         Without it every request of one interval goes to the same instance (Mitzenmacher, "How useful is old
         information?", 2000); routers that poll correct their copy in the same way (vLLM's DPLBAsyncMPClient).
@@ -41,7 +41,7 @@ class Snapshot:
         return replace(
             self,
             num_waiting=self.num_waiting + 1,
-            num_queued_tokens=self.num_queued_tokens + queued_len,
+            num_queued_tokens=self.num_queued_tokens + uncached_len,
             num_prompt_tokens=self.num_prompt_tokens + prompt_len,
         )
 

@@ -1,4 +1,4 @@
-"""Under every routing policy the fast engine and vLLM's own scheduler get the same requests and do the same with them."""
+"""Under every routing policy the fast engine and vLLM's own scheduler get the same requests and do the same."""
 
 import pytest
 
