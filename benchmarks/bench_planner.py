@@ -9,7 +9,8 @@ group costs the same at any length; a window group costs a step per boundary it 
 
 from time import perf_counter_ns
 
-from kvcore.planner import GroupRuns, Planner, count_blocks
+from kvcore.group_runs import GroupRuns, count_blocks
+from kvcore.planner import Planner
 from kvcore.spec import FullAttention, ModelSpec, SlidingWindow
 
 LAYOUTS = {

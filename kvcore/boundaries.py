@@ -32,28 +32,28 @@ class Boundaries:
 
 
 def hit_boundaries(model: ModelSpec) -> Boundaries:
-    """Where a lookup may find a hit, whatever the writer's retention was: every aligned length."""
-    return Boundaries(model.alignment)
+    """Where a lookup may find a hit, whatever the writer's retention was: every length a hit may have."""
+    return Boundaries(model.hit_step)
 
 
 def replay_boundaries(model: ModelSpec, num_prompt_tokens: int) -> tuple[int, ...]:
     """Where the engine resumes a request that begins with the same prompt.
 
-    Without a draft head: the last aligned length that leaves a token to compute. With one the engine gives up one
-    alignment unit, of the same prompt sent again and of a longer one; these differ when the prompt ends on a boundary.
+    Without a draft head: the last hit length that leaves a token to compute. With one the engine gives up one step
+    of hits, of the same prompt sent again and of a longer one; these differ when the prompt ends on a boundary.
     """
-    resent = align_down(max(0, num_prompt_tokens - 1), model.alignment)
+    resent = align_down(max(0, num_prompt_tokens - 1), model.hit_step)
     if not any(model.margins):
         return (resent,)
-    extended = align_down(num_prompt_tokens, model.alignment)
-    return tuple(sorted({max(0, length - model.alignment) for length in (resent, extended)}))
+    extended = align_down(num_prompt_tokens, model.hit_step)
+    return tuple(sorted({max(0, length - model.hit_step) for length in (resent, extended)}))
 
 
 def store_boundaries(model: ModelSpec, retention_interval: int | None, num_prompt_tokens: int) -> Boundaries:
     """Which lengths a writer keeps resumable.
 
-    `retention_interval` None: every aligned length. 0: only the replay boundaries of this prompt. k > 0 (a multiple of
-    the alignment): every k tokens, and the replay boundaries.
+    `retention_interval` None: every length a hit may have. 0: only the replay boundaries of this prompt. k > 0 (a
+    multiple of the alignment): every k tokens, and the replay boundaries.
     """
     if retention_interval is None:
         return hit_boundaries(model)

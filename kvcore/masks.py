@@ -16,7 +16,7 @@ from kvcore.units import align_up
 
 Mask: TypeAlias = "list[bool] | None"
 
-Retention: TypeAlias = "int | None | tuple[int | None, ...]"
+Retention: TypeAlias = "int | tuple[int | None, ...] | None"
 """Tokens between the lengths that a writer keeps resumable, of all groups or of each; see `store_boundaries`."""
 
 

@@ -1,16 +1,16 @@
 """What to ask, load and store for one sequence of one model. Pure functions of lengths and runs, group by group."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvcore.boundaries import store_boundaries
+from kvcore.frontier import Frontier
+from kvcore.group_runs import GroupRuns, minus, plus
 from kvcore.hit import hit_len
 from kvcore.masks import Retention, lookup_runs, store_runs
-from kvcore.runs import intersect, normalize, num_blocks, subtract, union
+from kvcore.runs import normalize
 from kvcore.spec import ModelSpec
-from kvcore.types import Runs
-
-GroupRuns = tuple[Runs, ...]
-"""One `Runs` per group, in the model's order; positions in the sequence."""
+from kvcore.tails import cover, objects_for
+from kvcore.units import align_down
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,40 +19,93 @@ class Planner:
 
     model: ModelSpec
     retention: Retention = None
+    _units: ModelSpec = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_units", self.model.in_units())
+        store_runs(self.model, ((0, 0),) * len(self.model.groups), self.retention, 0)
 
     @property
     def nothing(self) -> GroupRuns:
         """No block in any group."""
-        return ((),) * len(self.model.groups)
+        return ((),) * (len(self.model.groups) + len(self.model.tail_groups))
 
     def limit(self, num_tokens: int) -> int:
         """Longest hit of a sequence of `num_tokens`; see `ModelSpec.limit`."""
         return self.model.limit(num_tokens)
 
+    def frontier(self, local_hit_len: int, num_tokens: int, denied: GroupRuns | None = None) -> Frontier:
+        """The dialogue that finds out what the pool holds beyond the engine, by asking for as little as it can."""
+        return Frontier(self.model, local_hit_len, self.limit(num_tokens), denied or self.nothing)
+
     def lookup(self, local_hit_len: int, num_tokens: int) -> GroupRuns:
-        """Blocks to ask the pool for: those a hit longer than the local one could need and the engine does not hold."""
+        """All blocks that some hit longer than the local one could need and the engine does not hold, at once.
+
+        What a pool without `frontier` is asked. Only of a model that splits no blocks.
+        """
+        assert not self.model.splits_blocks, "frontier knows about tails"
         asked = lookup_runs(self.model, local_hit_len, self.limit(num_tokens))
-        return _per_group(subtract, asked, self.held(local_hit_len))
+        return minus(asked, self.held(local_hit_len))
+
+    def beyond(self, local_hit_len: int, num_tokens: int) -> GroupRuns:
+        """All blocks, states and tails between the local hit and the longest one, needed or not."""
+        limit = self.limit(num_tokens)
+        sizes = (*self._object_sizes(), *(self.model.hit_step for _ in self.model.tail_groups))
+        margins = (*self.model.margins, *(self.model.margins[group] for group in self.model.tail_groups))
+        return tuple(
+            normalize(((local_hit_len // size, (limit + margin) // size),))
+            for size, margin in zip(sizes, margins, strict=True)
+        )
+
+    def _object_sizes(self) -> tuple[int, ...]:
+        """Tokens in a block or to a state of each group."""
+        return tuple(
+            spec.block_size if group in self.model.tail_groups else self._units.groups[group].block_size
+            for group, spec in enumerate(self.model.groups)
+        )
 
     def hit(self, local_hit_len: int, num_tokens: int, present: GroupRuns) -> int:
         """Tokens that engine (up to `local_hit_len`) and pool (`present`) hold together, at least the local hit."""
-        together = _per_group(union, present, self.held(local_hit_len))
-        return max(local_hit_len, hit_len(self.model, together, self.limit(num_tokens)))
+        together = plus(cover(self.model, present), _needed(self._units, local_hit_len))
+        return max(local_hit_len, hit_len(self._units, together, self.limit(num_tokens)))
 
-    def load(self, local_hit_len: int, resume_len: int) -> GroupRuns:
-        """Blocks to fetch so that token `resume_len` can be computed next, given what the engine holds."""
-        return _per_group(subtract, self.held(resume_len), self.held(local_hit_len))
+    def load(self, local_hit_len: int, resume_len: int, present: GroupRuns) -> GroupRuns:
+        """Blocks to fetch so that token `resume_len` can be computed next, given what the engine holds.
+
+        Of what can serve, that which is `present`; what is not cannot be had.
+        """
+        missing = minus(_needed(self._units, resume_len), _needed(self._units, local_hit_len))
+        return objects_for(self.model, missing, present)
 
     def held(self, prefix_len: int) -> GroupRuns:
-        """Blocks an engine that resumes at `prefix_len` holds."""
-        return tuple(normalize((group.needed_blocks(prefix_len),)) for group in self.model.groups)
+        """Blocks an engine that resumes at `prefix_len` holds; no tails, which are in blocks."""
+        return (*_needed(self.model, prefix_len), *self.nothing[len(self.model.groups) :])
 
     def store(self, stored_len: int, computed_len: int, num_prompt_tokens: int) -> GroupRuns:
         """Blocks that became full between the two lengths (tokens) and that a later request can need."""
         blocks = tuple(
             (stored_len // group.block_size, computed_len // group.block_size) for group in self.model.groups
         )
-        return store_runs(self.model, blocks, self.retention, num_prompt_tokens)
+        kept = store_runs(self.model, blocks, self.retention, num_prompt_tokens)
+        return (*kept, *self.nothing[len(self.model.groups) :])
+
+    def store_state(self, group: int, state_len: int, num_prompt_tokens: int) -> GroupRuns:
+        """The state of a recurrent group after `state_len` tokens, if a later request can resume there.
+
+        Where that is inside blocks of other groups, their tails up to there come with it.
+        """
+        if not 0 < state_len == align_down(state_len, self.model.hit_step):
+            return self.nothing
+        retention = self.retention[group] if isinstance(self.retention, tuple) else self.retention
+        boundaries = store_boundaries(self.model, retention, num_prompt_tokens)
+        if boundaries.last(state_len - 1, state_len) != state_len:
+            return self.nothing
+        state = state_len // self._units.groups[group].block_size - 1
+        tail = state_len // self.model.hit_step - 1
+        split = (self.model.groups[tail_group].block_size for tail_group in self.model.tail_groups)
+        tails = (((tail, tail + 1),) if state_len % block_size else () for block_size in split)
+        states = (((state, state + 1),) if index == group else () for index in range(len(self.model.groups)))
+        return (*states, *tails)
 
     def valid_len(self, resume_len: int, failed: GroupRuns) -> int:
         """Tokens still usable of `resume_len` when the `failed` blocks hold no data; see `ModelSpec.loads_in_part`."""
@@ -60,28 +113,9 @@ class Planner:
             return resume_len
         if not self.model.loads_in_part:
             return 0
-        return hit_len(self.model, minus(self.held(resume_len), failed), resume_len)
+        first_failed = failed[0][0][0] * self.model.groups[0].block_size
+        return align_down(min(resume_len, first_failed), self.model.alignment)
 
 
-def count_blocks(runs: GroupRuns) -> int:
-    """Blocks in all groups."""
-    return sum(num_blocks(group_runs) for group_runs in runs)
-
-
-def common(left: GroupRuns, right: GroupRuns) -> GroupRuns:
-    """Per group, blocks in both."""
-    return _per_group(intersect, left, right)
-
-
-def minus(left: GroupRuns, right: GroupRuns) -> GroupRuns:
-    """Per group, blocks of `left` that are not in `right`."""
-    return _per_group(subtract, left, right)
-
-
-def plus(left: GroupRuns, right: GroupRuns) -> GroupRuns:
-    """Per group, blocks in either."""
-    return _per_group(union, left, right)
-
-
-def _per_group(operation: Callable[[Runs, Runs], Runs], left: Sequence[Runs], right: Sequence[Runs]) -> GroupRuns:
-    return tuple(operation(a, b) for a, b in zip(left, right, strict=True))
+def _needed(model: ModelSpec, prefix_len: int) -> GroupRuns:
+    return tuple(normalize((group.needed_blocks(prefix_len),)) for group in model.groups)

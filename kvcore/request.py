@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvcore.errors import require
-from kvcore.planner import GroupRuns, Planner, common, count_blocks, minus, plus
-from kvcore.units import NS_PER_MS
+from kvcore.frontier import Frontier
+from kvcore.group_runs import GroupRuns, common, count_blocks, minus, plus
+from kvcore.memory import Experience, NameOf
+from kvcore.planner import Planner
+from kvcore.plans import Decisions, Load, Lookup, Offer, PoolPolicy, Store, Wait
 
 
 class State(Enum):
@@ -34,97 +37,14 @@ LEGAL: dict[str, frozenset[State]] = {
     "granted": frozenset({State.WAITING, State.ASKING, State.OFFERED, State.COMPUTING}),
     "load_finished": frozenset({State.LOADING, State.FINISHED}),
     "computed": frozenset({State.COMPUTING}),
+    "state_saved": frozenset({State.COMPUTING}),
     "preempted": frozenset({State.COMPUTING}),
     "finished": frozenset({State.WAITING, State.ASKING, State.OFFERED, State.LOADING, State.COMPUTING}),
 }
-"""In which states each event may come. Answers, and reports of plans that have ended, may come in any."""
+"""In which states each event may come. A reset, answers, and reports of plans that have ended, may come in any."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """Ask the pool for `blocks`; report with `lookup_answered`."""
-
-    ticket: int
-    blocks: GroupRuns
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The pool has not answered; consider again after an answer, or at `until_ns`."""
-
-    until_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """`num_tokens` beyond the local hit can be loaded; any grant up to it is accepted."""
-
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Fetch `blocks`; report with `load_finished`.
-
-    `unproven` are needed at `resume_len` too, but the pool does not hold them: a grant below the offer may end where
-    only a shorter or longer hit is whole. Nothing will fill them.
-    """
-
-    ticket: int
-    resume_len: int
-    blocks: GroupRuns
-    unproven: GroupRuns
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """Write `blocks`, which are full when the step that issued this has run. Report with `store_finished`."""
-
-    ticket: int
-    blocks: GroupRuns
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPolicy:
-    """Patience with the pool.
-
-    `lookup_deadline_ns`: after this an unanswered question counts as a miss.
-    `offer_ttl_ns`: how long an offer is repeated before the pool is asked again; below the lease that a lookup grants
-    (5 s in older Mooncake masters, 10 s in 0.3.13).
-    `max_load_attempts`: how many loads of a request may fail before it is offered nothing any more. Under vLLM 0.32 a
-    second one may wait for ever: the blocks that the first was to fill stay reserved until the prompt is computed.
-    """
-
-    lookup_deadline_ns: int = 100 * NS_PER_MS
-    offer_ttl_ns: int = 4_000 * NS_PER_MS
-    max_load_attempts: int = 1
-
-    def __post_init__(self) -> None:
-        require(self.lookup_deadline_ns > 0, "lookup_deadline_ns", self.lookup_deadline_ns, "more than 0")
-        require(self.offer_ttl_ns > 0, "offer_ttl_ns", self.offer_ttl_ns, "more than 0")
-        require(self.max_load_attempts >= 0, "max_load_attempts", self.max_load_attempts, "at least 0")
-
-
-@dataclass(slots=True)
-class Decisions:
-    """What was decided for the request: the record that simulator and connector must share.
-
-    Lengths in tokens, of the first admission; block positions over the whole life: what was asked for, what was planned
-    and not reported as failed, and what of the stores was last reported as not written. `late_misses` counts promised
-    blocks that were not there.
-    """
-
-    looked_up: GroupRuns
-    loaded: GroupRuns
-    stored: GroupRuns
-    rejected: GroupRuns
-    local_hit_len: int = 0
-    external_hit_len: int = 0
-    granted_len: int = 0
-    admitted: bool = False
-    late_lookups: int = 0
-    late_answers: int = 0
-    late_misses: int = 0
+_NOTHING_OFFERED = Offer(0)
 
 
 @dataclass(slots=True)
@@ -134,37 +54,56 @@ class _Answer:
     ticket: int
     local_hit_len: int
     asked_ns: int
-    asked: GroupRuns
+    dialogue: Frontier
     present: GroupRuns
     answered_ns: int | None = None
 
 
+def _by_position(group: int, block: int) -> tuple[int, int]:
+    return group, block
+
+
 @dataclass(slots=True)
 class KVRequest:
-    """The machine of one request of `num_prompt_tokens`."""
+    """The machine of one request of `num_prompt_tokens`.
+
+    `experience` is shared by the requests of one engine, and `name_of` names this one's blocks in it; without them the
+    request learns from itself alone.
+    """
 
     planner: Planner
     policy: PoolPolicy
     num_prompt_tokens: int
+    experience: Experience = field(default_factory=Experience)
+    name_of: NameOf = _by_position
     state: State = State.WAITING
     decisions: Decisions = field(init=False)
     _answer: _Answer | None = None
-    _offer: Offer = Offer(0)
+    _offer: Offer = _NOTHING_OFFERED
     _local_hit_len: int = 0
     _load: Load | None = None
     _stores: dict[int, GroupRuns] = field(default_factory=dict)
+    _void_stores: set[int] = field(default_factory=set)
     _saved_len: int = 0
+    _owed: GroupRuns = field(init=False)
+    _is_foreign: bool = False
     _failed_loads: int = 0
     _next_ticket: int = 0
 
     def __post_init__(self) -> None:
         nothing = self.planner.nothing
+        self._owed = nothing
         self.decisions = Decisions(nothing, nothing, nothing, nothing)
 
     @property
     def closed(self) -> bool:
         """Finished, and no plan of it reads or writes a block any more."""
         return self.state is State.FINISHED and self._load is None and not self._stores
+
+    @property
+    def owes(self) -> bool:
+        """Whether the next `computed` may plan a store even if it fills no block of the prompt."""
+        return any(self._owed)
 
     @property
     def reconsider_at_ns(self) -> int | None:
@@ -189,18 +128,19 @@ class KVRequest:
             return self._ask(local_hit_len, num_tokens, now_ns)
         if answer.answered_ns is None:
             return self._wait(answer, now_ns)
-        return self._offered(self.planner.hit(local_hit_len, num_tokens, answer.present) - local_hit_len)
+        return self._offered(self._worth(self.planner.hit(local_hit_len, num_tokens, answer.present), answer.present))
 
-    def lookup_answered(self, ticket: int, present: GroupRuns, now_ns: int) -> None:
-        """The pool holds `present` of what was asked; empty runs when it could not tell."""
+    def lookup_answered(self, ticket: int, now_ns: int) -> None:
+        """The dialogue of the lookup has ended, or was broken off: what was not answered is not there."""
         answer = self._answer
         if answer is None or answer.ticket != ticket or answer.answered_ns is not None:
             self.decisions.late_answers += 1
             return
-        answer.present = common(present, answer.asked)
+        answer.present = answer.dialogue.present
         answer.answered_ns = now_ns
+        self.decisions.looked_up = plus(self.decisions.looked_up, answer.dialogue.asked)
 
-    def granted(self, num_tokens: int) -> Load | None:
+    def granted(self, num_tokens: int, now_ns: int) -> Load | None:
         """The scheduler admitted the request with `num_tokens` <= the offer to be loaded, and allocated its blocks.
 
         A second grant of 0, which the engine makes when a loaded request resumes, changes nothing.
@@ -209,10 +149,11 @@ class KVRequest:
         if self.state is State.COMPUTING:
             assert num_tokens == 0, num_tokens
             return None
-        offer = self._offer if self.state is State.OFFERED else Offer(0)
+        offer = self._offer if self.state is State.OFFERED else _NOTHING_OFFERED
         bound = f"0 to {offer.num_tokens}, which was offered last"
         require(0 <= num_tokens <= offer.num_tokens, "num_tokens", num_tokens, bound)
         self._record_admission(offer, num_tokens)
+        self._owed = self._unsaved_hits(now_ns)
         self._saved_len = max(self._saved_len, self._local_hit_len + num_tokens)
         self.state = State.COMPUTING
         load = self._plan_load(num_tokens) if num_tokens else None
@@ -221,7 +162,7 @@ class KVRequest:
 
     # -- after admission --------------------------------------------------------------------------------------
 
-    def load_finished(self, ticket: int, failed: GroupRuns) -> int | None:
+    def load_finished(self, ticket: int, failed: GroupRuns, now_ns: int) -> int | None:
         """The load ended and left the blocks `failed` unwritten. Returns the tokens that are valid now.
 
         None for a report nobody waits for. When nothing is valid the request waits again.
@@ -234,9 +175,9 @@ class KVRequest:
         self._load = None
         if self.state is State.FINISHED:
             return 0
-        return self._resume(load, common(failed, load.blocks))
+        return self._resume(load, common(failed, load.blocks), now_ns)
 
-    def computed(self, num_tokens: int) -> Store | None:
+    def computed(self, num_tokens: int, now_ns: int) -> Store | None:
         """The step being scheduled computes up to `num_tokens`; what it fills is to be stored. Call it for each step.
 
         Where the engine keeps all blocks of a running request, those that end in generated tokens follow in one plan
@@ -244,25 +185,42 @@ class KVRequest:
         """
         self._expect("computed")
         can_wait = self.planner.model.prefix_closed
-        return self._plan_store(min(num_tokens, self.num_prompt_tokens) if can_wait else num_tokens)
+        return self._plan_store(min(num_tokens, self.num_prompt_tokens) if can_wait else num_tokens, now_ns)
 
-    def store_finished(self, ticket: int, rejected: GroupRuns) -> None:
+    def state_saved(self, group: int, state_len: int, now_ns: int) -> Store | None:
+        """The engine keeps the state of a recurrent `group` after `state_len` tokens, and lends it.
+
+        Tails of other groups come with it: their blocks must hold `state_len` tokens.
+        """
+        self._expect("state_saved")
+        blocks = self.planner.store_state(group, state_len, self.num_prompt_tokens)
+        planned = plus(self.decisions.stored, self.decisions.loaded)
+        return self._store(minus(blocks, planned), self.planner.nothing, state_len, now_ns)
+
+    def store_finished(self, ticket: int, rejected: GroupRuns, now_ns: int) -> None:
         """The store ended; `rejected` were not written. Its blocks need no pin any more."""
         blocks = self._stores.pop(ticket, None)
         if blocks is None:
             self.decisions.late_answers += 1
             return
-        if any(rejected):
-            lost = common(rejected, blocks)
+        lost = common(rejected, blocks)
+        if any(lost):
             self.decisions.rejected = plus(self.decisions.rejected, lost)
             self.decisions.stored = minus(self.decisions.stored, lost)
+        if ticket in self._void_stores:
+            self._void_stores.remove(ticket)
+            return
+        written = minus(blocks, lost)
+        self.experience.unsaved.forget(written, self.name_of)
+        self.experience.denied.forget(written, self.name_of)
+        self._note_unsaved(lost, now_ns)
 
     def preempted(self) -> None:
         """The engine took the blocks away; stores in flight keep theirs."""
         self._expect("preempted")
-        self.state = State.WAITING
+        self._wait_again()
 
-    def finished(self, num_tokens: int) -> Store | None:
+    def finished(self, num_tokens: int, now_ns: int) -> Store | None:
         """The request completed or was aborted with `num_tokens` computed; `closed` when its last plan is reported.
 
         What is stored now is what the engine still holds: nothing that a window has left behind.
@@ -271,7 +229,18 @@ class KVRequest:
         computing = self.state is State.COMPUTING
         self.state = State.FINISHED
         self._answer = None
-        return self._plan_store(num_tokens) if computing else None
+        return self._plan_store(num_tokens, now_ns) if computing else None
+
+    def reset(self) -> None:
+        """The pool's namespace ended. What is loaded or computed goes on, as in the engine, but is shared no more."""
+        self._answer = None
+        self._offer = _NOTHING_OFFERED
+        self._owed = self.planner.nothing
+        self._void_stores |= self._stores.keys()
+        self._is_foreign = self.state in (State.LOADING, State.COMPUTING)
+        self._saved_len = 0
+        if self.state in (State.ASKING, State.OFFERED):
+            self.state = State.WAITING
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -293,12 +262,20 @@ class KVRequest:
             return False
         return now_ns - answer.answered_ns > self.policy.offer_ttl_ns
 
-    def _ask(self, local_hit_len: int, num_tokens: int, now_ns: int) -> Lookup:
-        asked = self.planner.lookup(local_hit_len, num_tokens)
-        self._answer = _Answer(self._ticket(), local_hit_len, now_ns, asked, self.planner.nothing)
-        self.decisions.looked_up = plus(self.decisions.looked_up, asked)
-        self.state = State.ASKING
-        return Lookup(self._answer.ticket, asked)
+    def _ask(self, local_hit_len: int, num_tokens: int, now_ns: int) -> Lookup | Offer:
+        dialogue = self.planner.frontier(local_hit_len, num_tokens, self._denied(local_hit_len, num_tokens, now_ns))
+        self._answer = _Answer(self._ticket(), local_hit_len, now_ns, dialogue, self.planner.nothing)
+        if dialogue.open:
+            self.state = State.ASKING
+            return Lookup(self._answer.ticket, dialogue, now_ns + self.policy.lookup_deadline_ns)
+        self._answer.answered_ns = now_ns
+        return self._offered(self._worth(dialogue.hit_len, self.planner.nothing))
+
+    def _denied(self, local_hit_len: int, num_tokens: int, now_ns: int) -> GroupRuns:
+        denied = self.experience.denied
+        if not len(denied):
+            return self.planner.nothing
+        return denied.known(self.planner.beyond(local_hit_len, num_tokens), self.name_of, now_ns)
 
     def _wait(self, answer: _Answer, now_ns: int) -> Wait | Offer:
         self.state = State.ASKING
@@ -308,6 +285,14 @@ class KVRequest:
         self.decisions.late_lookups += 1
         answer.answered_ns = now_ns
         return self._offered(0)
+
+    def _worth(self, hit_len: int, present: GroupRuns) -> int:
+        """The tokens of a hit that are to be offered."""
+        local_hit_len = self._local_hit_len
+        if hit_len == local_hit_len:
+            return 0
+        blocks = self.planner.load(local_hit_len, hit_len, present)
+        return hit_len - local_hit_len if self.policy.loading.worth(local_hit_len, hit_len, blocks) else 0
 
     def _offered(self, num_tokens: int) -> Offer:
         self.state = State.OFFERED
@@ -325,36 +310,73 @@ class KVRequest:
     def _plan_load(self, num_tokens: int) -> Load:
         assert self._answer is not None
         resume_len = self._local_hit_len + num_tokens
-        wanted = self.planner.load(self._local_hit_len, resume_len)
+        wanted = self.planner.load(self._local_hit_len, resume_len, self._answer.present)
         proven = common(wanted, self._answer.present)
         self._load = Load(self._ticket(), resume_len, proven, minus(wanted, proven))
         self.decisions.loaded = plus(self.decisions.loaded, proven)
         self.state = State.LOADING
         return self._load
 
-    def _plan_store(self, num_tokens: int) -> Store | None:
-        if num_tokens <= self._saved_len:
-            return None
-        blocks = self.planner.store(self._saved_len, num_tokens, self.num_prompt_tokens)
-        if self.state is State.FINISHED:
-            blocks = common(blocks, self.planner.held(num_tokens))
-        self._saved_len = num_tokens
-        if not any(blocks):
-            return None
-        store = Store(self._ticket(), blocks)
-        self._stores[store.ticket] = blocks
-        self.decisions.stored = plus(self.decisions.stored, blocks)
-        if any(self.decisions.rejected):
-            self.decisions.rejected = minus(self.decisions.rejected, blocks)
-        return store
-
-    def _resume(self, load: Load, failed: GroupRuns) -> int:
+    def _resume(self, load: Load, failed: GroupRuns, now_ns: int) -> int:
         self.decisions.late_misses += count_blocks(failed)
         self.decisions.loaded = minus(self.decisions.loaded, failed)
         unwritten = plus(failed, load.unproven)
         valid_len = self.planner.valid_len(load.resume_len, unwritten)
+        if any(failed) and not self._is_foreign:
+            self.experience.denied.note(failed, self.name_of, now_ns)
         if any(unwritten):
             self._failed_loads += 1
             self._saved_len = valid_len
-        self.state = State.COMPUTING if valid_len else State.WAITING
+        if valid_len:
+            self.state = State.COMPUTING
+        else:
+            self._wait_again()
         return valid_len
+
+    def _wait_again(self) -> None:
+        """The engine holds nothing of it any more."""
+        self.state = State.WAITING
+        self._is_foreign = False
+        self._owed = self.planner.nothing
+
+    def _unsaved_hits(self, now_ns: int) -> GroupRuns:
+        """What the engine holds of the sequence and the pool was never given."""
+        unsaved = self.experience.unsaved
+        if not len(unsaved):
+            return self.planner.nothing
+        kept = self.planner.store(0, self._local_hit_len, self.num_prompt_tokens)
+        return unsaved.known(common(kept, self.planner.held(self._local_hit_len)), self.name_of, now_ns)
+
+    def _plan_store(self, num_tokens: int, now_ns: int) -> Store | None:
+        ended = self.state is State.FINISHED
+        if num_tokens <= self._saved_len and not ended and not any(self._owed):
+            return None
+        saved_len, self._saved_len = self._saved_len, max(num_tokens, self._saved_len)
+        blocks, again = self.planner.store(saved_len, self._saved_len, self.num_prompt_tokens), self._owed
+        if ended:
+            held = self.planner.held(num_tokens)
+            blocks, again = common(blocks, held), common(plus(again, self.decisions.rejected), held)
+        self._owed = self.planner.nothing
+        return self._store(plus(blocks, again), again, num_tokens, now_ns)
+
+    def _store(self, blocks: GroupRuns, owed: GroupRuns, computed_len: int, now_ns: int) -> Store | None:
+        """`owed` is known to be unsaved; of the rest, what the engine has been through tells."""
+        if self._is_foreign or not any(blocks):
+            return None
+        again = owed
+        if len(self.experience.unsaved):
+            again = plus(owed, self.experience.unsaved.known(blocks, self.name_of, now_ns))
+        admitted = common(self.policy.admission.admit(blocks, again, computed_len), blocks)
+        self._note_unsaved(minus(blocks, admitted), now_ns)
+        if not any(admitted):
+            return None
+        store = Store(self._ticket(), admitted)
+        self._stores[store.ticket] = admitted
+        self.decisions.stored = plus(self.decisions.stored, admitted)
+        if any(self.decisions.rejected):
+            self.decisions.rejected = minus(self.decisions.rejected, admitted)
+        return store
+
+    def _note_unsaved(self, blocks: GroupRuns, now_ns: int) -> None:
+        if any(blocks):
+            self.experience.unsaved.note(blocks, self.name_of, now_ns)

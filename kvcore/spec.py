@@ -177,6 +177,9 @@ class ModelSpec:
     margins: tuple[int, ...] = field(init=False)
     """Per group, tokens beyond a hit that must be there as well: what EAGLE matches and drops."""
 
+    tail_groups: tuple[int, ...] = field(init=False)
+    """Groups whose blocks a hit may split; see `kvcore.tails`."""
+
     def __post_init__(self) -> None:
         require(self.groups, "groups", self.groups, "at least one KV cache group")
         sizes = [group.block_size for group in self.groups if group.cacheable]
@@ -195,12 +198,22 @@ class ModelSpec:
         object.__setattr__(self, "hashed_step", hashed_step)
         object.__setattr__(self, "hit_step", hit_step)
         object.__setattr__(self, "margins", self._margins())
+        split = (g for g, spec in enumerate(self.groups) if spec.prefix_closed and spec.block_size > hit_step)
+        object.__setattr__(self, "tail_groups", tuple(split) if hit_step < alignment else ())
 
     def _margins(self) -> tuple[int, ...]:
         marked = {self.groups[group] for group in self.eagle_groups}
         return tuple(
             min(group.block_size, self.hit_step) if group in marked and group.drafts else 0 for group in self.groups
         )
+
+    def in_units(self) -> "ModelSpec":
+        """The same model with blocks of one hit step each; itself when it splits none."""
+        if not self.splits_blocks:
+            return self
+        units = ModelSpec(tuple(replace(group, block_size=self.hit_step) for group in self.groups))
+        object.__setattr__(units, "margins", self.margins)
+        return units
 
     @property
     def splits_blocks(self) -> bool:

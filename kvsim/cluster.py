@@ -22,7 +22,8 @@ class Engine(Protocol):
 OnFinished: TypeAlias = Callable[[Sequence], None]
 MakeEngine: TypeAlias = Callable[[int, EventLog, OnFinished], Engine]
 """(index, log, what to call when a request finished) -> engine."""
-MakeMachine: TypeAlias = Callable[[int], KVRequest | None]
+MakeMachine: TypeAlias = Callable[[int, Sequence], KVRequest | None]
+"""(engine, sequence) -> the machine of a sequence that the engine is about to get; None where there is no pool."""
 """(prompt length in tokens) -> the request's machine, or None where there is no pool."""
 
 
@@ -85,9 +86,10 @@ class Cluster:
             self._done(index)
             return
         segments = self._trace.segments(index, self._block_size)
-        sequence = Sequence(index, input_len, max(1, output_len), segments, self._make_machine(input_len))
+        sequence = Sequence(index, input_len, max(1, output_len), segments)
         self.sequences[index] = sequence
         engine = self._dispatcher.choose(sequence, str(self._session[index]))
+        sequence.kv = self._make_machine(engine, sequence)
         self.engines[engine].submit(sequence)
 
     def _finished(self, sequence: Sequence) -> None:

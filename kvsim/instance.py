@@ -159,7 +159,7 @@ class Instance:
         for sequence, before, num_new in self._step.scheduled:
             if not sequence.num_output and before + num_new == sequence.input_len:
                 self._log.add(self._clock.now_ps, Kind.FIRST_TOKEN, sequence.index)
-        finished = self.scheduler.complete(self._step, num_steps)
+        finished = self.scheduler.complete(self._step, num_steps, self._clock.now_ns)
         if self._client is not None:
             self._client.start_stores()
         for sequence in finished:

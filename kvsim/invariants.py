@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.planner import count_blocks, minus, plus
+from kvcore.group_runs import count_blocks, minus, plus
 from kvcore.request import KVRequest
 from kvcore.runs import normalize, subtract
 from kvcore.types import Run, Runs, StreamId

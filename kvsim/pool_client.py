@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
-from kvcore.planner import GroupRuns, count_blocks, minus
+from kvcore.group_runs import GroupRuns, count_blocks, minus
+from kvcore.plans import Load, Lookup, Store
 from kvcore.pool import Holding
-from kvcore.request import Load, Lookup, Store
 from kvcore.runs import num_blocks
 from kvcore.types import GroupId, Runs, Segments
 from kvsim.clock import PS_PER_NS, Action, Clock
@@ -58,13 +58,13 @@ class PoolClient:
         self._blocks = engine.scheduler.blocks
         self._engine = engine
         self._log = log
-        self._planned_stores: list[tuple[Sequence, Store, Holding]] = []
+        self._planned_stores: list[tuple[Sequence, Store, list[Holding]]] = []
         self._wakes: set[tuple[Sequence, int]] = set()
         self._answer_at_ps: dict[Sequence, int] = {}
 
     def lookup(self, sequence: Sequence, plan: Lookup) -> None:
-        """Ask the master; the answer is as of the moment it arrives."""
-        answer_ps = self._clock.now_ps + self._path.lookup_ps(count_blocks(plan.blocks))
+        """Put the next question to the master; its answer is as of the moment it arrives."""
+        answer_ps = self._clock.now_ps + self._path.lookup_ps(count_blocks(plan.dialogue.question))
         self._answer_at_ps[sequence] = answer_ps
         self._clock.at(answer_ps, partial(self._answer, sequence, plan))
 
@@ -85,8 +85,8 @@ class PoolClient:
     def store(self, sequence: Sequence, plan: Store) -> None:
         """Pin the blocks now; the bytes leave when the step that fills them has run (`start_stores`)."""
         assert sequence.holding is not None
-        ((run,),) = plan.blocks
-        pinned = self._blocks.pin(sequence.holding, run)
+        (runs,) = plan.blocks
+        pinned = [self._blocks.pin(sequence.holding, run) for run in runs]
         self._planned_stores.append((sequence, plan, pinned))
 
     def start_stores(self) -> None:
@@ -103,30 +103,34 @@ class PoolClient:
             self._engine.post(_nothing)
 
     def _answer(self, sequence: Sequence, plan: Lookup) -> None:
-        present = self._per_group(self._store.exists, sequence, plan.blocks)
+        plan.dialogue.answered(self._per_group(self._store.exists, sequence, plan.dialogue.question))
         assert sequence.kv is not None
         if self._answer_at_ps.get(sequence) == self._clock.now_ps:
             del self._answer_at_ps[sequence]
-        answered = partial(sequence.kv.lookup_answered, plan.ticket, present, self._clock.now_ns)
-        self._engine.post(answered)
+        if plan.dialogue.open and self._clock.now_ns < plan.deadline_ns:
+            self.lookup(sequence, plan)
+            self.wake_at(sequence, plan.deadline_ns)
+            return
+        self._engine.post(partial(sequence.kv.lookup_answered, plan.ticket, self._clock.now_ns))
 
     def _loaded(self, sequence: Sequence, plan: Load, failed: GroupRuns) -> None:
         assert sequence.kv is not None
-        valid_len = sequence.kv.load_finished(plan.ticket, failed)
+        valid_len = sequence.kv.load_finished(plan.ticket, failed, self._clock.now_ns)
         assert valid_len is not None
         self._log.add(self._clock.now_ps, Kind.LOADED, sequence.index, valid_len, count_blocks(failed))
         self._engine.scheduler.load_finished(sequence, valid_len)
 
-    def _written(self, sequence: Sequence, plan: Store, pinned: Holding) -> None:
+    def _written(self, sequence: Sequence, plan: Store, pinned: list[Holding]) -> None:
         rejected = self._per_group(self._store.put, sequence, plan.blocks)
         lost = count_blocks(rejected)
         self._log.add(self._clock.now_ps, Kind.STORED, sequence.index, count_blocks(plan.blocks) - lost, lost)
         self._engine.release(partial(self._stored, sequence, plan, pinned, rejected))
 
-    def _stored(self, sequence: Sequence, plan: Store, pinned: Holding, rejected: GroupRuns) -> None:
-        self._blocks.free(pinned)
+    def _stored(self, sequence: Sequence, plan: Store, pinned: list[Holding], rejected: GroupRuns) -> None:
+        for holding in pinned:
+            self._blocks.free(holding)
         assert sequence.kv is not None
-        sequence.kv.store_finished(plan.ticket, rejected)
+        sequence.kv.store_finished(plan.ticket, rejected, self._clock.now_ns)
 
     def _per_group(self, call: StoreCall, sequence: Sequence, blocks: GroupRuns) -> GroupRuns:
         now_ns = self._clock.now_ns

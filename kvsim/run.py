@@ -1,17 +1,22 @@
 """A run: scenario and trace in, what happened and what was decided out. Start reading here."""
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
+from operator import itemgetter
 from typing import NamedTuple
 
+from kvcore.memory import Experience
 from kvcore.planner import Planner
-from kvcore.request import KVRequest, PoolPolicy
+from kvcore.plans import PoolPolicy
+from kvcore.request import KVRequest
 from kvcore.spec import FullAttention, ModelSpec
 from kvcore.types import GroupId, Segments
 from kvcore.units import NS_PER_MS
 from kvsim.clock import PS_PER_US, Clock
-from kvsim.cluster import Cluster, MakeEngine, OnFinished
+from kvsim.cluster import Cluster, MakeEngine, MakeMachine, OnFinished
 from kvsim.cost.roofline import Roofline
 from kvsim.dispatcher import Dispatcher, Fleet, PoolHit
 from kvsim.events import EventLog
@@ -24,6 +29,8 @@ from kvsim.scheduler import Limits, Scheduler
 from kvsim.sequence import Sequence
 from kvsim.store import MooncakePool
 from kvsim.workload.trace import Trace
+
+_START = itemgetter(1)
 
 
 class Decision(NamedTuple):
@@ -60,16 +67,18 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """The pool and the decisions about it; `paths` has one entry per instance."""
+    """The pool and the decisions about it; `paths` and `experiences` have one entry per instance."""
 
     store: MooncakePool
     planner: Planner
     policy: PoolPolicy
     paths: tuple[Path, ...]
+    experiences: tuple[Experience, ...]
 
-    def machine(self, num_prompt_tokens: int) -> KVRequest:
-        """The machine of a new request."""
-        return KVRequest(self.planner, self.policy, num_prompt_tokens)
+    def machine(self, engine: int, sequence: Sequence) -> KVRequest:
+        """The machine of a new request of the instance."""
+        content = partial(_content, sequence.segments)
+        return KVRequest(self.planner, self.policy, sequence.input_len, self.experiences[engine], content)
 
     def hit_blocks(self, segments: Segments, limit_blocks: int) -> int:
         """The prefix of a sequence that is here now, of at most `limit_blocks` (one group of full attention)."""
@@ -107,7 +116,7 @@ def make_cluster(
     trace: Trace,
     clock: Clock,
     make_engine: MakeEngine,
-    make_machine: Callable[[int], KVRequest | None],
+    make_machine: MakeMachine,
     pool_hit: PoolHit | None = None,
 ) -> Cluster:
     """The scenario's cluster of whatever engines `make_engine` makes, behind the scenario's router."""
@@ -151,8 +160,14 @@ def _decision(sequence: Sequence) -> Decision:
     return Decision(made.local_hit_len, made.external_hit_len, made.granted_len)
 
 
-def _no_machine(_num_prompt_tokens: int) -> None:
+def _no_machine(_engine: int, _sequence: Sequence) -> None:
     return None
+
+
+def _content(segments: Segments, group: int, block: int) -> Hashable:
+    """What names the content of a block: `kvcore.memory.NameOf` of one sequence."""
+    stream, _, _ = segments[bisect_right(segments, block, key=_START) - 1]
+    return group, stream, block
 
 
 def _shared_pool(scenario: Scenario, clock: Clock) -> SharedPool | None:
@@ -172,8 +187,9 @@ def _shared_pool(scenario: Scenario, clock: Clock) -> SharedPool | None:
         offer_ttl_ns=pool.offer_ttl_ms * NS_PER_MS,
         max_load_attempts=pool.max_load_attempts,
     )
-    paths = tuple(_path(pool, link, scenario.block_bytes, clock) for _ in range(scenario.cluster.instances))
-    return SharedPool(store, planner, policy, paths)
+    instances = range(scenario.cluster.instances)
+    paths = tuple(_path(pool, link, scenario.block_bytes, clock) for _ in instances)
+    return SharedPool(store, planner, policy, paths, tuple(Experience() for _ in instances))
 
 
 def _path(pool: PoolConfig, link: LinkConfig, block_bytes: int, clock: Clock) -> Path:

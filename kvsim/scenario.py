@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from kvcore.errors import clipped
-from kvcore.request import PoolPolicy
+from kvcore.plans import PoolPolicy
 from kvcore.units import NS_PER_MS
 from kvsim import catalog, toml
 from kvsim.catalog import Device, LlmModel

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Protocol
 
 from kvcore.errors import require
+from kvcore.plans import Load, Lookup, Offer, Store
 from kvcore.pool import BlockPool, Match
-from kvcore.request import Load, Lookup, Offer, Store
 from kvcore.units import div_ceil
 from kvsim.sequence import Sequence, Status
 
@@ -83,6 +83,7 @@ class Scheduler:
         self._prefilling: dict[Sequence, None] = {}
         self._admitted: list[tuple[Sequence, int, int]] = []
         self._in_vain: list[tuple[Sequence, Match]] = []
+        self._now_ns = 0
 
     @property
     def has_waiting(self) -> bool:
@@ -100,8 +101,9 @@ class Scheduler:
         sequence.num_computed = valid_len
         self._loaded.add(sequence)
 
-    def complete(self, step: Step, num_steps: int) -> list[Sequence]:
+    def complete(self, step: Step, num_steps: int, now_ns: int) -> list[Sequence]:
         """`step` ran `num_steps` times (more than once: pure decode). Returns the sequences that finished by it."""
+        self._now_ns = now_ns
         finished: list[Sequence] = []
         for sequence, before, num_new in step.scheduled:
             sequence.num_computed = before + num_new + num_steps - 1
@@ -119,11 +121,12 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> Step:
         """Decide the next step and take its blocks; an empty one means that there is nothing to run now."""
+        self._now_ns = now_ns
         step = Step()
         self._in_vain.clear()
         budget = self._schedule_running(step)
         if not step.preempted:
-            self._schedule_waiting(step, budget, now_ns)
+            self._schedule_waiting(step, budget)
         step.admitted, self._admitted = self._admitted, []
         return step
 
@@ -208,7 +211,7 @@ class Scheduler:
 
     # -- waiting sequences -------------------------------------------------------------------------------------
 
-    def _schedule_waiting(self, step: Step, budget: int, now_ns: int) -> None:
+    def _schedule_waiting(self, step: Step, budget: int) -> None:
         """Admit in order while tokens, slots and blocks last; who waits for the pool is passed over, not waited for."""
         passed_holders: list[Sequence] = []
         passed: list[Sequence] = []
@@ -217,7 +220,7 @@ class Scheduler:
             if not queue:
                 break
             sequence = queue[0]
-            num_new = self._admit(sequence, budget, now_ns)
+            num_new = self._admit(sequence, budget)
             if num_new is None:
                 break
             queue.popleft()
@@ -230,7 +233,7 @@ class Scheduler:
         self.block_holders.extendleft(reversed(passed_holders))
         self.waiting.extendleft(reversed(passed))
 
-    def _admit(self, sequence: Sequence, budget: int, now_ns: int) -> int | None:
+    def _admit(self, sequence: Sequence, budget: int) -> int | None:
         """Tokens it computes in this step; 0: it waits for the pool; None: no room, and nobody behind it may pass."""
         if sequence.status is Status.LOADING:
             if sequence not in self._loaded:
@@ -239,13 +242,13 @@ class Scheduler:
         if sequence.num_computed:
             return self._admit_with(sequence, None, budget)
         match = self.blocks.match(sequence.segments, (sequence.num_tokens - 1) // self.limits.block_size)
-        num_new = self._admit_matched(sequence, match, budget, now_ns)
+        num_new = self._admit_matched(sequence, match, budget)
         if not num_new and sequence.status is not Status.LOADING:
             self._watch(sequence, match)
         return num_new
 
-    def _admit_matched(self, sequence: Sequence, match: Match, budget: int, now_ns: int) -> int | None:
-        external_len = self._external_len(sequence, match.num_blocks * self.limits.block_size, now_ns)
+    def _admit_matched(self, sequence: Sequence, match: Match, budget: int) -> int | None:
+        external_len = self._external_len(sequence, match.num_blocks * self.limits.block_size)
         if external_len is None:
             return 0
         if external_len:
@@ -259,13 +262,13 @@ class Scheduler:
             assert self.pool is not None
             self.pool.wake_at(sequence, sequence.kv.reconsider_at_ns)
 
-    def _external_len(self, sequence: Sequence, local_hit_len: int, now_ns: int) -> int | None:
+    def _external_len(self, sequence: Sequence, local_hit_len: int) -> int | None:
         """Tokens the pool offers beyond the local hit; None while it has not answered."""
         sequence.local_hit_len = sequence.local_hit_len if sequence.admitted else local_hit_len
         if sequence.kv is None:
             return 0
         assert self.pool is not None
-        answer = sequence.kv.consider(local_hit_len, sequence.num_tokens, now_ns)
+        answer = sequence.kv.consider(local_hit_len, sequence.num_tokens, self._now_ns)
         if isinstance(answer, Offer):
             return answer.num_tokens
         if isinstance(answer, Lookup):
@@ -284,7 +287,7 @@ class Scheduler:
         sequence.num_blocks = match.num_blocks
         self._allocate(sequence, div_ceil(resume_len, self.limits.block_size))
         self._record_admission(sequence, external_len)
-        load = sequence.kv.granted(external_len)
+        load = sequence.kv.granted(external_len, self._now_ns)
         assert load is not None
         sequence.status = Status.LOADING
         sequence.num_computed = resume_len
@@ -313,7 +316,7 @@ class Scheduler:
         self._grow(sequence, div_ceil(computed_len + num_new, self.limits.block_size))
         self._record_admission(sequence, 0)
         if sequence.kv is not None:
-            sequence.kv.granted(0)
+            sequence.kv.granted(0, self._now_ns)
         sequence.status = Status.RUNNING
         if computed_len + num_new < sequence.num_tokens:
             self._prefilling[sequence] = None
@@ -351,8 +354,8 @@ class Scheduler:
         computed_len = before + num_new
         step.scheduled.append((sequence, before, num_new))
         self._cache(sequence, computed_len)
-        if before < sequence.input_len and sequence.kv is not None:
-            self._store(sequence, sequence.kv.computed(computed_len))
+        if sequence.kv is not None and (before < sequence.input_len or sequence.kv.owes):
+            self._store(sequence, sequence.kv.computed(computed_len, self._now_ns))
         if computed_len >= sequence.num_tokens:
             self._prefilling.pop(sequence, None)
 
@@ -385,6 +388,6 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.kv is not None:
-            self._store(sequence, sequence.kv.finished(sequence.num_computed))
+            self._store(sequence, sequence.kv.finished(sequence.num_computed, self._now_ns))
         self._free(sequence)
         sequence.status = Status.FINISHED

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 from kvcore.errors import InvalidArgument, require
-from kvcore.request import PoolPolicy
+from kvcore.plans import PoolPolicy
 from kvcore.units import NS_PER_MS
 
 PATIENCE = PoolPolicy()

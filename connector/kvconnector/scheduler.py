@@ -3,16 +3,20 @@
 No decision is taken here; `kvcore.request` takes them. Nothing here waits: lookups run on their own thread.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
 from kvconnector.transfer import LookupThread
+from kvcore.group_runs import GroupRuns, count_blocks
 from kvcore.keys import BlockHash, BlockKey, Namespace
-from kvcore.planner import GroupRuns, Planner, count_blocks
-from kvcore.ports import Clock
-from kvcore.request import KVRequest, Load, Lookup, Offer, PoolPolicy, State, Store
+from kvcore.memory import Experience
+from kvcore.planner import Planner
+from kvcore.plans import Load, Lookup, Offer, PoolPolicy, Store
+from kvcore.ports import Clock, KVStore, StoreOutcome
+from kvcore.request import KVRequest, State
 from kvcore.runs import from_blocks
 from kvcore.spec import GroupSpec
 from kvcore.types import GroupId, Runs
@@ -49,7 +53,7 @@ class _Job:
     """One plan at the worker: what was left out of it, its entries, pinned blocks, ranks that have not reported."""
 
     tracked: _Tracked
-    end_plan: Callable[[int, GroupRuns], int | None]
+    end_plan: Callable[[int, GroupRuns, int], int | None]
     ticket: int
     missing: list[tuple[GroupId, int]]
     entries: tuple[Entry, ...]
@@ -76,6 +80,7 @@ class SchedulerHalf:
         self._ranks = keys.num_ranks
         self._lookups = lookups
         self._clock = clock
+        self._experience = Experience()
         self._pool: Any = None
         self._tracked: dict[str, _Tracked] = {}
         self._jobs: dict[JobId, _Job] = {}
@@ -122,7 +127,7 @@ class SchedulerHalf:
         """The scheduler admitted the request; what it granted is loaded into the blocks it allocated."""
         tracked = self._track(request)
         self._starting_over.discard(tracked)
-        load = tracked.machine.granted(num_external_tokens)
+        load = tracked.machine.granted(num_external_tokens, self._clock.now_ns())
         if load is not None:
             self._landing[tracked] = self._num_blocks_after(tracked, load.resume_len)
             self._load(tracked, load, blocks.get_block_ids())
@@ -131,6 +136,7 @@ class SchedulerHalf:
 
     def build_connector_meta(self, output: Any) -> StepMetadata:
         """What the worker half is to do in this step: loads that were granted, stores of what the step fills."""
+        now_ns = self._clock.now_ns()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -138,7 +144,7 @@ class SchedulerHalf:
             self._landing.pop(tracked, None)
             # A step may also compute tokens nobody knows yet: drafts, and what an overlapping step samples.
             num_valid = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
-            store = tracked.machine.computed(num_valid)
+            store = tracked.machine.computed(num_valid, now_ns)
             if store is not None:
                 self._store(tracked, store, output.kv_connector_block_state.get_block_ids(request_id))
         loads, self._loads = self._loads, []
@@ -163,7 +169,7 @@ class SchedulerHalf:
         self._lookups.forget(tracked)
         # The last sampled token, and what an overlapping step may still be computing, has no KV yet.
         num_valid = min(request.num_computed_tokens, request.num_tokens - 1)
-        store = tracked.machine.finished(num_valid)
+        store = tracked.machine.finished(num_valid, self._clock.now_ns())
         if store is not None:
             self._store(tracked, store, block_ids)
         self._close(tracked)
@@ -176,13 +182,22 @@ class SchedulerHalf:
     def move_to(self, namespace: Namespace) -> None:
         """From now on ask, load and store under other keys; what is under way goes on under the old ones."""
         self._keys = replace(self._keys, namespace=namespace)
+        self._experience.clear()
+        for tracked in {*self._tracked.values(), *(job.tracked for job in self._jobs.values())}:
+            tracked.machine.reset()
 
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _track(self, request: Any) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            machine = KVRequest(self._planner, self._policy, request.num_prompt_tokens)
+            machine = KVRequest(
+                self._planner,
+                self._policy,
+                request.num_prompt_tokens,
+                self._experience,
+                partial(self._name, request),
+            )
             tracked = self._tracked[request.request_id] = _Tracked(request, machine)
         return tracked
 
@@ -206,27 +221,35 @@ class SchedulerHalf:
         sizes = [group.block_size for group in self._planner.model.groups]
         return sum(div_ceil(tracked.request.num_tokens, size) - resume_len // size for size in sizes)
 
+    def _name(self, request: Any, group: int, block: int) -> Hashable:
+        """What names the content of a block in this engine."""
+        return group, self._keys.block_hash(request.block_hashes, self._planner.model.groups[group], block)
+
     def _ask(self, tracked: _Tracked, lookup: Lookup) -> None:
-        hashes = tracked.request.block_hashes
-        keys = [
-            BlockKey(self._keys.namespace, group, rank, self._keys.block_hash(hashes, spec, block))
-            for group, spec, block in self._blocks(lookup.blocks)
-            for rank in range(self._ranks)
-        ]
-        self._lookups.submit(tracked, lookup, keys, self._policy.lookup_deadline_ns)
+        ask = partial(self._exists, self._keys, tracked.request.block_hashes)
+        self._lookups.submit(tracked, lookup, ask)
 
     def _take_answers(self) -> None:
-        for tracked, lookup, present in self._lookups.take_answers():
-            tracked.machine.lookup_answered(lookup.ticket, self._present(lookup, present), self._clock.now_ns())
+        for tracked, lookup in self._lookups.take_answers():
+            tracked.machine.lookup_answered(lookup.ticket, self._clock.now_ns())
 
-    def _present(self, lookup: Lookup, present: Sequence[bool]) -> GroupRuns:
-        """The blocks all of whose shards are there; `present` has one entry per key, in the order they were asked."""
-        ranks = self._ranks
-        found: list[list[int]] = [[] for _ in lookup.blocks]
-        for index, (group, _, block) in enumerate(self._blocks(lookup.blocks)):
-            if all(present[index * ranks : (index + 1) * ranks]):
+    def _exists(
+        self, names: KeySpace, hashes: Sequence[bytes], store: KVStore[Any], question: GroupRuns, deadline_ns: int
+    ) -> GroupRuns:
+        """The blocks all of whose shards are there. Runs on the lookup thread."""
+        blocks = list(self._blocks(question))
+        keys = [
+            BlockKey(names.namespace, group, rank, names.block_hash(hashes, spec, block))
+            for group, spec, block in blocks
+            for rank in range(self._ranks)
+        ]
+        outcomes = store.exists(keys, deadline_ns)
+        found: list[list[int]] = [[] for _ in question]
+        for index, (group, _, block) in enumerate(blocks):
+            shards = outcomes[index * self._ranks : (index + 1) * self._ranks]
+            if all(outcome is StoreOutcome.OK for outcome in shards):
                 found[group].append(block)
-        return tuple(from_blocks(blocks) for blocks in found)
+        return tuple(from_blocks(present) for present in found)
 
     def _load(self, tracked: _Tracked, load: Load, block_ids: Sequence[Sequence[int]]) -> None:
         entries, missing = self._entries(tracked, load.blocks, block_ids)
@@ -261,7 +284,7 @@ class SchedulerHalf:
             return
         del self._jobs[job_id]
         self._pool.free_blocks(reversed(job.pinned))
-        valid_len = job.end_plan(job.ticket, self._failed_runs(job))
+        valid_len = job.end_plan(job.ticket, self._failed_runs(job), self._clock.now_ns())
         if valid_len == 0 and job.tracked.machine.state is State.WAITING:
             job.tracked.starts_over = True
             self._starting_over.add(job.tracked)

@@ -4,10 +4,12 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvconnector.jobs import Ended, LoadJob, StoreJob
-from kvcore.keys import BlockKey
+from kvcore.frontier import Frontier
+from kvcore.group_runs import GroupRuns, count_blocks
+from kvcore.plans import Lookup
 from kvcore.ports import Clock, KVStore, StoreOutcome
 from kvcore.units import NS_PER_MS
 
@@ -92,36 +94,37 @@ class TransferThread(Generic[JobT]):
         self._ended.append((job, Ended(job.job_id, 1, failed)))
 
 
-class LookupThread:
-    """Asks the pool which keys exist, in the order of the questions; nobody waits for it.
+Ask: TypeAlias = Callable[[KVStore[Any], GroupRuns, int], GroupRuns]
+"""(store, question, deadline_ns) -> what of the question is there."""
 
-    `asker` and `question` are the caller's own and come back with the answer.
-    """
+
+class LookupThread:
+    """Carries lookups through, in the order they came; nobody waits for it. `asker` is the caller's own."""
 
     def __init__(self, store: KVStore[Any], clock: Clock) -> None:
         self._store = store
         self._clock = clock
         self._changed = threading.Condition()
-        self._asked: deque[tuple[Any, Any, Sequence[BlockKey], int]] = deque()
-        self._answered: list[tuple[Any, Any, Sequence[bool]]] = []
+        self._asked: deque[tuple[Any, Lookup, Ask]] = deque()
+        self._answered: list[tuple[Any, Lookup]] = []
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvtwin-lookup", daemon=True)
         self._thread.start()
 
-    def submit(self, asker: Any, question: Any, keys: Sequence[BlockKey], patience_ns: int) -> None:
-        """Ask for the keys; what is not known within `patience_ns` from now is answered as absent."""
+    def submit(self, asker: Any, lookup: Lookup, ask: Ask) -> None:
+        """Put its questions to the pool, one after another, until its deadline."""
         with self._changed:
-            self._asked.append((asker, question, keys, self._clock.now_ns() + patience_ns))
+            self._asked.append((asker, lookup, ask))
             self._changed.notify()
 
-    def take_answers(self) -> list[tuple[Any, Any, Sequence[bool]]]:
-        """(asker, question, per key whether it is there) of the questions answered since the last call."""
+    def take_answers(self) -> list[tuple[Any, Lookup]]:
+        """(asker, lookup) of the lookups that ended since the last call."""
         with self._changed:
             answered, self._answered = self._answered, []
         return answered
 
     def forget(self, asker: Any) -> None:
-        """Drop the asker's questions that nobody works on, and its answers."""
+        """Drop the asker's lookups that nobody works on, and those that ended."""
         with self._changed:
             self._asked = deque(asked for asked in self._asked if asked[0] is not asker)
             self._answered = [answer for answer in self._answered if answer[0] is not asker]
@@ -140,14 +143,14 @@ class LookupThread:
                 self._changed.wait_for(lambda: self._closed or self._asked)
                 if self._closed:
                     return
-                asker, question, keys, deadline_ns = self._asked.popleft()
-            present = self._present(keys, deadline_ns)
+                asker, lookup, ask = self._asked.popleft()
+            self._carry_through(lookup.dialogue, ask, lookup.deadline_ns)
             with self._changed:
-                self._answered.append((asker, question, present))
+                self._answered.append((asker, lookup))
 
-    def _present(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[bool]:
+    def _carry_through(self, dialogue: Frontier, ask: Ask, deadline_ns: int) -> None:
         try:
-            return [outcome is StoreOutcome.OK for outcome in self._store.exists(keys, deadline_ns)]
+            while dialogue.open and self._clock.now_ns() < deadline_ns:
+                dialogue.answered(ask(self._store, dialogue.question, deadline_ns))
         except Exception:
-            logger.exception("lookup of %d keys failed", len(keys))
-            return [False] * len(keys)
+            logger.exception("lookup of %d blocks failed", count_blocks(dialogue.question))

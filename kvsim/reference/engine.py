@@ -33,7 +33,7 @@ def reference_simulation(scenario: Scenario, trace: Trace) -> Simulation:
     def make_engine(index: int, log: EventLog, on_finished: OnFinished) -> VllmEngine:
         return VllmEngine(index, clock, make_scheduler(scenario), step_time, log, on_finished)
 
-    cluster = make_cluster(scenario, trace, clock, make_engine, lambda _: None)
+    cluster = make_cluster(scenario, trace, clock, make_engine, lambda *_: None)
     return Simulation(scenario, clock, cluster, [], None)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import InvalidArgument
-from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, Recurrent, SlidingWindow
+from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, Recurrent, Scratch, SlidingWindow, sharded
 from tests.kvcore.attention_oracle import FAR, WRONG, FullWithoutTail, Group, attention_of, specs
 
 LENGTHS = range(80)
@@ -79,13 +79,36 @@ def test_examples(spec, prefix_len, needed):
         (lambda: SlidingWindow(16, 0), "window"),
         (lambda: SlidingWindow(16, 4, extra_retained_tokens=-1), "extra_retained_tokens"),
         (lambda: ChunkedLocal(16, 0), "chunk"),
-        (lambda: ChunkedLocal(16, 24), "chunk"),
         (lambda: ModelSpec(()), "groups"),
+        (lambda: ModelSpec((Scratch(16),)), "groups"),
+        (lambda: ModelSpec((FullAttention(16),), eagle_groups=frozenset({1})), "eagle_groups"),
+        (lambda: ModelSpec((FullAttention(16), FullAttention(24)), hash_unit=16), "hash_unit"),
+        (lambda: ModelSpec((FullAttention(16), FullAttention(32)), hash_unit=0), "hash_unit"),
+        (lambda: ModelSpec((FullAttention(16), Recurrent(64)), hit_unit=32), "hit_unit"),
+        (lambda: ModelSpec((SlidingWindow(64, 9), Recurrent(64)), hash_unit=16, hit_unit=16), "hit_unit"),
+        (lambda: sharded(FullAttention(16), 0), "context_parallel_size"),
     ],
 )
 def test_impossible_values_are_named(make, argument):
     with pytest.raises(InvalidArgument, match=argument):
         make()
+
+
+def test_context_parallelism_deals_a_block_out_over_the_ranks():
+    assert sharded(FullAttention(16), 4) == FullAttention(64)
+
+
+def test_one_draft_group_marks_all_of_its_spec_and_no_recurrent_one():
+    groups = (FullAttention(256), SlidingWindow(64, 128), SlidingWindow(64, 128), SlidingWindow(64, 8), Recurrent(64))
+    model = ModelSpec(groups, eagle_groups=frozenset({2, 4}))
+    assert model.margins == (0, 64, 64, 0, 0)
+    assert [model.proof_blocks(group, 512) for group in range(5)] == [(0, 2), (6, 9), (6, 9), (7, 8), (7, 8)]
+
+
+def test_a_hit_leaves_a_token_to_compute_and_room_for_its_proof():
+    plain, draft = (ModelSpec((FullAttention(4),), eagle_groups=frozenset(marked)) for marked in ((), (0,)))
+    assert [plain.limit(length) for length in (0, 1, 4, 5, 8, 12, 13)] == [0, 0, 0, 4, 4, 8, 12]
+    assert [draft.limit(length) for length in (0, 1, 4, 5, 8, 12, 13)] == [0, 0, 0, 0, 4, 8, 8]
 
 
 def test_hits_are_aligned_to_every_group():

@@ -1,0 +1,107 @@
+"""What the machine of a request answers with, what it is patient about, and what it records. Values, no behaviour."""
+
+from dataclasses import dataclass, field
+
+from kvcore.admission import Admission, AdmitAll
+from kvcore.errors import require
+from kvcore.frontier import Frontier
+from kvcore.group_runs import GroupRuns
+from kvcore.loading import LoadAlways, Loading
+from kvcore.units import NS_PER_MS
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Carry the `dialogue` with the pool through, then report with `lookup_answered`; until then it is the driver's.
+
+    From `deadline_ns` on nobody waits for it.
+    """
+
+    ticket: int
+    dialogue: Frontier
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The pool has not answered; consider again after an answer, or at `until_ns`."""
+
+    until_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """`num_tokens` beyond the local hit can be loaded; any grant up to it is accepted."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fetch `blocks`; report with `load_finished`.
+
+    `unproven` are needed at `resume_len` too, but the pool does not hold them: a grant below the offer may end where
+    only a shorter or longer hit is whole. Nothing will fill them.
+    """
+
+    ticket: int
+    resume_len: int
+    blocks: GroupRuns
+    unproven: GroupRuns
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Write `blocks`, which hold their content when the step that issued this has run. Report with `store_finished`.
+
+    A tail is written from the block that it is in.
+    """
+
+    ticket: int
+    blocks: GroupRuns
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPolicy:
+    """Patience with the pool.
+
+    `lookup_deadline_ns`: after this an unanswered question counts as a miss.
+    `offer_ttl_ns`: how long an offer is repeated before the pool is asked again; below the lease that a lookup grants
+    (5 s in older Mooncake masters, 10 s in 0.3.13).
+    `max_load_attempts`: how many loads of a request may fail before it is offered nothing any more. Under vLLM 0.32 a
+    second one may wait for ever: the blocks that the first was to fill stay reserved until the prompt is computed.
+    `admission`: which computed blocks are worth storing. `loading`: whether a hit is worth fetching.
+    """
+
+    lookup_deadline_ns: int = 100 * NS_PER_MS
+    offer_ttl_ns: int = 4_000 * NS_PER_MS
+    max_load_attempts: int = 1
+    admission: Admission = field(default_factory=AdmitAll)
+    loading: Loading = field(default_factory=LoadAlways)
+
+    def __post_init__(self) -> None:
+        require(self.lookup_deadline_ns > 0, "lookup_deadline_ns", self.lookup_deadline_ns, "more than 0")
+        require(self.offer_ttl_ns > 0, "offer_ttl_ns", self.offer_ttl_ns, "more than 0")
+        require(self.max_load_attempts >= 0, "max_load_attempts", self.max_load_attempts, "at least 0")
+
+
+@dataclass(slots=True)
+class Decisions:
+    """What was decided for the request: the record that simulator and connector must share.
+
+    Lengths in tokens, of the first admission; block positions over the whole life: what was asked for, what was planned
+    and not reported as failed, and what of the stores was last reported as not written. `late_misses` counts promised
+    blocks that were not there.
+    """
+
+    looked_up: GroupRuns
+    loaded: GroupRuns
+    stored: GroupRuns
+    rejected: GroupRuns
+    local_hit_len: int = 0
+    external_hit_len: int = 0
+    granted_len: int = 0
+    admitted: bool = False
+    late_lookups: int = 0
+    late_answers: int = 0
+    late_misses: int = 0
