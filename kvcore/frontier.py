@@ -66,6 +66,7 @@ class Frontier:
         self.question = self.asked = self.present = self._nothing
         self._lost = self.denied
         self._asked_blocks = [self.local_hit_len // spec.block_size for spec in self.model.groups]
+        self.limit = min((self.limit, *(self._denied_len(group) for group in self._closed)))
         self._batches = self._batch_ends() if self._closed else []
         self._tails_due = bool(self.model.tail_groups)
         if self.limit > self.local_hit_len:
@@ -165,6 +166,15 @@ class Frontier:
             length, left = length - self.model.hit_step, left - 1
         self._num_tops *= 2
         return tuple(normalize(runs) for runs in wanted)
+
+    def _denied_len(self, group: int) -> int:
+        """The longest hit that the denied blocks of a prefix-closed group leave; tails may reach into the first."""
+        size, first = self.model.groups[group].block_size, self._asked_blocks[group]
+        denied = next((max(start, first) for start, end in self.denied[group] if end > first), None)
+        if denied is None:
+            return self.limit
+        spare = size - self.model.hit_step if group in self.model.tail_groups else 0
+        return align_down(max(0, denied * size + spare - self._units.margins[group]), self.model.hit_step)
 
     # -- what is known ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvcore.planner import Planner
-from kvcore.request import KVRequest, Lookup, Offer, State, Wait
+from kvcore.plans import Lookup, Offer, Wait
+from kvcore.request import KVRequest, State
 from kvcore.runs import from_blocks
 from tests.kvcore.attention_oracle import as_sets, oracle_of
 
@@ -195,7 +196,7 @@ class World:
         for group, positions in enumerate(needed):
             for position in positions - held[group]:
                 live.table[group][position] = self.take(group)
-        load = live.machine.granted(num_tokens)
+        load = live.machine.granted(num_tokens, self.now_ns)
         live.num_computed = local + num_tokens
         if load is not None:
             self.start_load(live, load)
@@ -214,7 +215,7 @@ class World:
             return
         for group, position in new:
             live.table[group][position] = self.take(group)
-        self.start_store(live, live.machine.computed(end))
+        self.start_store(live, live.machine.computed(end, self.now_ns))
         for token in range(live.num_computed, end):
             self.compute(live, token)
         live.num_computed = end
@@ -247,7 +248,7 @@ class World:
     def finish(self, live):
         """Completed, or aborted at any time."""
         computing = live.machine.state is State.COMPUTING
-        self.start_store(live, live.machine.finished(live.num_computed if computing else 0))
+        self.start_store(live, live.machine.finished(live.num_computed if computing else 0, self.now_ns))
         self.release_table(live)
         self.live.remove(live)
         self.closing.append(live)
@@ -261,12 +262,17 @@ class World:
     def answer(self, index, unknown):
         """Honest as of now, but for the groups' `unknown` blocks. Answered before: once more."""
         live, lookup = self.questions[index]
-        present = tuple(
+        dialogue = lookup.dialogue
+        while dialogue.open:
+            dialogue.answered(tuple(from_blocks(found) for found in self.found(live, dialogue.question, unknown)))
+        live.answers.setdefault(lookup.ticket, as_sets(dialogue.present))
+        live.machine.lookup_answered(lookup.ticket, self.now_ns)
+
+    def found(self, live, question, unknown):
+        return [
             {position for position in asked if self.key(live.lineage, group, position) in self.pool} - set(unknown)
-            for group, asked in enumerate(as_sets(lookup.blocks))
-        )
-        live.answers.setdefault(lookup.ticket, present)
-        live.machine.lookup_answered(lookup.ticket, tuple(map(from_blocks, present)), self.now_ns)
+            for group, asked in enumerate(as_sets(question))
+        ]
 
     def start_load(self, live, load):
         self.new_ticket(live, load.ticket)
@@ -319,7 +325,7 @@ class World:
             else:
                 block.slots[:] = content
         self.unpin(job)
-        valid = job.live.machine.load_finished(job.ticket, tuple(map(from_blocks, failed)))
+        valid = job.live.machine.load_finished(job.ticket, tuple(map(from_blocks, failed)), self.now_ns)
         if job.live in self.live:
             self.resume(job.live, valid)
 
@@ -343,7 +349,7 @@ class World:
                 self.put(self.key(job.live.lineage, group, position), block)
             job.live.outcome[group, position] = "rejected" if fails(number) else "written"
         self.unpin(job)
-        job.live.machine.store_finished(job.ticket, tuple(map(from_blocks, rejected)))
+        job.live.machine.store_finished(job.ticket, tuple(map(from_blocks, rejected)), self.now_ns)
 
     def put(self, key, block):
         assert block.slots == self.right(key), f"wrong content under {key}"
@@ -354,8 +360,8 @@ class World:
         """A plan that has ended is reported again, with another outcome: nothing changes."""
         before = job.live.machine.state, job.live.machine.decisions.stored, job.live.machine.decisions.loaded
         runs = tuple(from_blocks(failed) for _ in self.sizes)
-        assert job.live.machine.load_finished(job.ticket, runs) is None
-        job.live.machine.store_finished(job.ticket, runs)
+        assert job.live.machine.load_finished(job.ticket, runs, self.now_ns) is None
+        job.live.machine.store_finished(job.ticket, runs, self.now_ns)
         assert before == (job.live.machine.state, job.live.machine.decisions.stored, job.live.machine.decisions.loaded)
 
     # -- invariants ---------------------------------------------------------------------------------------------------

@@ -3,16 +3,17 @@
 import math
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcore.frontier
 from kvcore.frontier import Frontier
 from kvcore.group_runs import count_blocks
 from kvcore.masks import lookup_runs
+from kvcore.planner import Planner
 from kvcore.runs import from_blocks
-from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, Recurrent, SlidingWindow
-from tests.kvcore.attention_oracle import FAR, Full, State, as_sets, attention_of, specs
+from kvcore.spec import FullAttention, ModelSpec, Recurrent, SlidingWindow
+from tests.kvcore.attention_oracle import Full, State, as_sets, attention_of, specs
 
 NUM_TOKENS = 96
 
@@ -111,14 +112,20 @@ def _resumes(model, group, length, local, pool):
     attention = attention_of(spec)
     proof_len = length + model.margins[group]
     if isinstance(attention, State):
-        return _has_state(model, group, length, pool) and all(map(_proven(model, group, pool), range(length, proof_len)))
+        return _has_state(model, group, length, pool) and all(
+            map(_proven(model, group, pool), range(length, proof_len))
+        )
     read = set(attention.reads(length)) | set(range(length, proof_len))
     if not model.splits_blocks and length % spec.block_size:
         read |= set(range(length // spec.block_size * spec.block_size, length))
     local_reads = set(attention.reads(local))
     blocks_held = {token // spec.block_size for token in local_reads if token < local}
     has = _proven(model, group, pool)
-    in_engine = (lambda t: t < local) if isinstance(attention, Full) else (lambda t: t < local and t // spec.block_size in blocks_held)
+    in_engine = (
+        (lambda t: t < local)
+        if isinstance(attention, Full)
+        else (lambda t: t < local and t // spec.block_size in blocks_held)
+    )
     return all(has(token) or in_engine(token) for token in read)
 
 
@@ -140,6 +147,10 @@ def _proven(model, group, pool):
         return any(u * unit // size == token // size and (u + 1) * unit > token for u in tails)
 
     return has
+
+
+def dialogue(model, local, limit):
+    return Frontier(model, local, limit, Planner(model).nothing)
 
 
 def ask(frontier, pool):
@@ -167,7 +178,7 @@ def cases(draw):
 @given(cases())
 def test_it_finds_the_longest_hit(case):
     model, local, limit, pool = case
-    frontier = Frontier(model, local, limit)
+    frontier = dialogue(model, local, limit)
     ask(frontier, pool)
     assert frontier.hit_len == brute_hit(model, local, limit, pool)
 
@@ -175,9 +186,11 @@ def test_it_finds_the_longest_hit(case):
 @given(cases())
 def test_no_key_is_asked_for_twice_or_in_vain(case):
     model, local, limit, pool = case
-    frontier = Frontier(model, local, limit)
+    frontier = dialogue(model, local, limit)
     questions = ask(frontier, pool)
-    asked = [(index, block) for question in questions for index, blocks in enumerate(as_sets(question)) for block in blocks]
+    asked = [
+        (index, block) for question in questions for index, blocks in enumerate(as_sets(question)) for block in blocks
+    ]
     assert len(asked) == len(set(asked)) == count_blocks(frontier.asked)
     if not model.splits_blocks:
         full = as_sets(lookup_runs(model, local, limit))
@@ -187,7 +200,7 @@ def test_no_key_is_asked_for_twice_or_in_vain(case):
 @given(cases())
 def test_rounds_are_few(case):
     model, local, limit, pool = case
-    frontier = Frontier(model, local, limit)
+    frontier = dialogue(model, local, limit)
     ask(frontier, pool)
     boundaries = max(1, (limit - local) // model.hit_step)
     assert frontier.rounds <= 5 + math.log2(boundaries)
@@ -196,7 +209,7 @@ def test_rounds_are_few(case):
 @given(cases())
 def test_a_whole_hit_takes_three_rounds(case):
     model, local, limit, _ = case
-    frontier = Frontier(model, local, limit)
+    frontier = dialogue(model, local, limit)
     ask(frontier, real_objects(model, [set(range(count)) for count in spaces(model, NUM_TOKENS + 64)]))
     assert frontier.hit_len == limit and frontier.rounds <= 3
 
@@ -204,7 +217,7 @@ def test_a_whole_hit_takes_three_rounds(case):
 @given(cases(), st.data())
 def test_losing_a_block_never_lengthens_a_hit(case, data):
     model, local, limit, pool = case
-    whole, less = Frontier(model, local, limit), Frontier(model, local, limit)
+    whole, less = dialogue(model, local, limit), dialogue(model, local, limit)
     ask(whole, pool)
     lost = tuple(data.draw(st.sets(st.sampled_from(sorted(held)), max_size=3)) if held else set() for held in pool)
     ask(less, tuple(held - gone for held, gone in zip(pool, lost, strict=True)))

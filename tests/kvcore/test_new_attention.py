@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcore.group_runs import common
 from kvcore.hit import hit_len
 from kvcore.masks import lookup_mask, lookup_runs, store_mask, store_runs
 from kvcore.planner import Planner
-from kvcore.request import KVRequest, Offer, PoolPolicy
+from kvcore.plans import Offer, PoolPolicy
+from kvcore.request import KVRequest
 from kvcore.spec import FullAttention, GroupSpec, ModelSpec
 from tests.kvcore.attention_oracle import Group, Oracle, Window, as_runs, as_sets, presences
 
@@ -75,10 +77,12 @@ def test_request(case):
     if isinstance(question, Offer):
         assert planner.limit(num_tokens) == 0
         return
-    request.lookup_answered(question.ticket, as_runs(present), now_ns=1)
+    while question.dialogue.open:
+        question.dialogue.answered(common(as_runs(present), question.dialogue.question))
+    request.lookup_answered(question.ticket, now_ns=1)
     offer = request.consider(0, num_tokens, now_ns=1)
     assert offer.num_tokens == oracle.hit_len(present, oracle.last_boundary(num_tokens - 1))
-    load = request.granted(offer.num_tokens)
+    load = request.granted(offer.num_tokens, now_ns=1)
     assert as_sets(load.blocks if load else ((), ())) == oracle.held(offer.num_tokens)
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvcore.planner import Planner, common, count_blocks, minus, plus
+from kvcore.group_runs import common, count_blocks, minus, plus
+from kvcore.planner import Planner
 from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, Recurrent, SlidingWindow
 from tests.kvcore.attention_oracle import WRONG, as_runs, as_sets, models, oracle_of, presences
 
@@ -59,7 +60,7 @@ def test_load_and_engine_are_what_the_hit_needs(reader):
     planner, num_tokens, local, _ = reader
     found = answer(*reader)
     hit = planner.hit(local, num_tokens, found)
-    load = planner.load(local, hit)
+    load = planner.load(local, hit, found)
     oracle = oracle_of(planner.model)
     loads = tuple(needed - held for needed, held in zip(oracle.held(hit), oracle.held(local), strict=True))
     assert as_sets(load) == loads
@@ -152,7 +153,7 @@ def test_what_is_valid_after_a_failed_load_can_be_resumed_at(reader, data):
     planner, num_tokens, local, _ = reader
     oracle = oracle_of(planner.model)
     resume = data.draw(st.integers(local, num_tokens))
-    load = planner.load(local, resume)
+    load = planner.load(local, resume, planner.nothing)
     failed = tuple(data.draw(st.sets(st.sampled_from(sorted(b or {0})), max_size=2)) & b for b in as_sets(load))
     valid = planner.valid_len(resume, as_runs(failed))
     left = tuple(held - lost for held, lost in zip(oracle.held(resume), failed, strict=True))
@@ -197,7 +198,7 @@ def test_a_wrong_spec_is_rejected(name):
         planner.hit(0, 81, answer(planner, 81, 0, pool)) == brute_hit(oracle, 81, 0, pool)
         for pool in pools + less + more
     ]
-    loads = [as_sets(planner.load(0, length)) == oracle.held(length) for length in range(0, 81, 16)]
+    loads = [as_sets(planner.load(0, length, planner.nothing)) == oracle.held(length) for length in range(0, 81, 16)]
     assert not all(hits + loads)
 
 
@@ -216,5 +217,5 @@ def test_the_full_group_is_never_walked_block_by_block():
     asked = planner.lookup(0, num_tokens)
     assert asked == (((0, num_tokens // 16 - 1),),)
     hit = planner.hit(0, num_tokens, asked)
-    assert planner.load(0, hit) == asked
+    assert planner.load(0, hit, asked) == asked
     assert planner.store(hit, num_tokens, num_tokens) == (((num_tokens // 16 - 1, num_tokens // 16),),)

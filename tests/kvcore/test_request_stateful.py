@@ -15,7 +15,8 @@ from hypothesis.stateful import (
 )
 
 from kvcore.planner import Planner
-from kvcore.request import KVRequest, PoolPolicy, State, Wait
+from kvcore.plans import PoolPolicy, Wait
+from kvcore.request import KVRequest, State
 from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, Recurrent, SlidingWindow
 from tests.kvcore.pool_world import ALL, World, never
 
@@ -144,8 +145,8 @@ class TestInterleavings(Interleavings.TestCase):
 
 
 class IgnoresFailedLoads(KVRequest):
-    def load_finished(self, ticket, failed):
-        return super().load_finished(ticket, self.planner.nothing)
+    def load_finished(self, ticket, failed, now_ns):
+        return super().load_finished(ticket, self.planner.nothing, now_ns)
 
 
 class KeepsPrefixOfWindow(Planner):
@@ -160,8 +161,10 @@ class KeepsPrefixOfWindow(Planner):
 
 
 class BelievesWhatItAsked(KVRequest):
-    def lookup_answered(self, ticket, present, now_ns):
-        super().lookup_answered(ticket, self._answer.asked if self._answer else present, now_ns)
+    def lookup_answered(self, ticket, now_ns):
+        super().lookup_answered(ticket, now_ns)
+        if self._answer:
+            self._answer.present = self._answer.dialogue.asked
 
 
 class WaitsForEver(KVRequest):
@@ -178,26 +181,26 @@ class ForgetsOldAnswers(KVRequest):
 
 
 class HidesRejections(KVRequest):
-    def store_finished(self, ticket, rejected):
-        super().store_finished(ticket, self.planner.nothing)
+    def store_finished(self, ticket, rejected, now_ns):
+        super().store_finished(ticket, self.planner.nothing, now_ns)
 
 
 class CountsReportsTwice(KVRequest):
-    def store_finished(self, ticket, rejected):
+    def store_finished(self, ticket, rejected, now_ns):
         self._stores.setdefault(ticket, self.decisions.stored)
-        super().store_finished(ticket, rejected)
+        super().store_finished(ticket, rejected, now_ns)
 
 
 class StoresAllAtTheEnd(KVRequest):
     """Generated blocks wait for the end, also where a window gives them back before."""
 
-    def computed(self, num_tokens):
+    def computed(self, num_tokens, now_ns):
         self._expect("computed")
-        return self._plan_store(min(num_tokens, self.num_prompt_tokens))
+        return self._plan_store(min(num_tokens, self.num_prompt_tokens), now_ns)
 
-    def finished(self, num_tokens):
-        store = self._plan_store(num_tokens) if self.state is State.COMPUTING else None
-        super().finished(0)
+    def finished(self, num_tokens, now_ns):
+        store = self._plan_store(num_tokens, now_ns) if self.state is State.COMPUTING else None
+        super().finished(0, now_ns)
         return store
 
 

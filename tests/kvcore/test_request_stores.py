@@ -1,0 +1,84 @@
+"""What a request stores, one move at a time: what fills, what was refused, what it met before."""
+
+from kvcore.planner import Planner
+from kvcore.plans import Offer
+from kvcore.request import KVRequest
+from kvcore.spec import FullAttention, ModelSpec, SlidingWindow
+from tests.kvcore.one_request import HYBRID, POLICY, PROMPT, B, answer, blocks, computing, loading, machine, offered
+
+
+def test_each_block_is_stored_once():
+    request = computing()
+    plans = [request.computed(length, 0) for length in (B - 1, B, B + 1, 3 * B, PROMPT, PROMPT + 1)]
+    assert [plan and plan.blocks for plan in plans] == [
+        None, blocks((0, 1)), None, blocks((1, 3)), blocks((3, 10)), None,
+    ]  # fmt: skip
+
+
+def test_blocks_of_generated_tokens_follow_at_the_end():
+    request, _ = computing(PROMPT)
+    assert request.computed(PROMPT + 5 * B, 0) is None
+    assert request.finished(PROMPT + 5 * B, 0).blocks == blocks((10, 15))
+
+
+def test_blocks_that_a_window_will_leave_behind_are_stored_as_they_fill():
+    request = machine(HYBRID)
+    offered(request, ((), ()))
+    request.granted(0, 0)
+    assert request.computed(PROMPT, 0).blocks == (((0, 10),), ((0, 10),))
+    assert request.computed(11 * B, 0).blocks == (((10, 11),), ((10, 11),))
+    assert request.finished(11 * B + 3, 0) is None
+
+
+def test_at_the_end_only_what_the_engine_still_holds_is_stored():
+    """Steps that nobody told of: the window has moved on and the engine gave its blocks away."""
+    request = machine(HYBRID)
+    offered(request, ((), ()))
+    request.granted(0, 0)
+    request.computed(PROMPT, 0)
+    assert request.finished(20 * B + 1, 0).blocks == (((10, 20),), ((18, 20),))
+
+
+def test_what_was_saved_before_a_preemption_is_not_saved_again():
+    request, _ = computing(5 * B)
+    request.preempted()
+    offered(request, blocks())
+    request.granted(0, 0)
+    assert request.computed(4 * B, 0) is None
+    assert request.computed(7 * B, 0).blocks == blocks((5, 7))
+
+
+def test_rejected_blocks_are_reported_and_a_later_plan_clears_them():
+    request, store = computing(5 * B)
+    request.store_finished(store.ticket, blocks((3, 9)), 0)
+    assert (request.decisions.stored, request.decisions.rejected) == (blocks((0, 3)), blocks((3, 5)))
+    request.preempted()
+    _, load = loading(request, present=blocks((0, 5)))
+    request.load_finished(load.ticket, blocks((0, 1)), 0)  # the pool has lost them all; computed again, stored again
+    assert request.consider(0, PROMPT, 0) == Offer(0)
+    request.granted(0, 0)
+    assert request.computed(5 * B, 0).blocks == blocks((0, 5))
+    assert (request.decisions.stored, request.decisions.rejected) == (blocks((0, 5)), blocks())
+
+
+def test_a_store_is_reported_once_and_outlives_a_preemption():
+    request, store = computing(5 * B)
+    request.preempted()
+    request.store_finished(store.ticket, blocks((0, 1)), 0)
+    request.store_finished(store.ticket, blocks((0, 5)), 0)
+    assert request.decisions.stored == blocks((1, 5))
+    assert request.decisions.late_answers == 1
+    request.finished(0, 0)
+    assert request.closed
+
+
+def test_unaligned_lengths_and_groups_of_different_block_sizes():
+    model = ModelSpec((FullAttention(32), SlidingWindow(8, 8)))
+    request = KVRequest(Planner(model), POLICY, 100)
+    offered_nothing = request.consider(0, 100, 0)
+    answer(request, offered_nothing, ((), ()), 0)
+    request.consider(0, 100, 0)
+    request.granted(0, 0)
+    assert request.computed(60, 0).blocks == (((0, 1),), ((3, 4),))
+    assert request.computed(70, 0).blocks == (((1, 2),), ((7, 8),))
+    assert request.computed(100, 0).blocks == (((2, 3),), ((11, 12),))
