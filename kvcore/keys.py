@@ -3,11 +3,14 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple, NewType, TypeAlias
 
 from kvcore.errors import InvalidArgument, require
-from kvcore.types import GroupId
+from kvcore.group_runs import GroupRuns
+from kvcore.runs import normalize
+from kvcore.types import GroupId, Run, Runs
 
 BlockHash = NewType("BlockHash", bytes)
 """Digest of a block's tokens and of everything before them; see `kvcore.hashing`."""
@@ -39,10 +42,17 @@ def format_key(key: BlockKey) -> str:
     Different keys give different texts. Raises InvalidArgument when a part cannot be written so.
     """
     namespace, group, rank, block_hash = key
+    if not block_hash:
+        raise InvalidArgument("block_hash", block_hash, "at least one byte")
+    return _prefix(namespace, group, rank) + block_hash.hex()
+
+
+@lru_cache(maxsize=4_096)
+def _prefix(namespace: str, group: int, rank: int) -> str:
+    """The keys of one lookup share a few of these."""
     require(namespace.isascii() and namespace.isalnum(), "namespace", namespace, "ASCII letters and digits")
     require(group >= 0 and rank >= 0, "(group, rank)", (group, rank), "both >= 0")
-    require(block_hash, "block_hash", block_hash, "at least one byte")
-    return f"{namespace}-g{group}-r{rank}-{block_hash.hex()}"
+    return f"{namespace}-g{group}-r{rank}-"
 
 
 def parse_key(text: str) -> BlockKey:
@@ -52,6 +62,44 @@ def parse_key(text: str) -> BlockKey:
         raise InvalidArgument("text", text, "NAMESPACE-gGROUP-rRANK-HASH as format_key writes it")
     namespace, group, rank, digest = match.groups()
     return BlockKey(Namespace(namespace), GroupId(int(group)), int(rank), BlockHash(bytes.fromhex(digest)))
+
+
+HashesOf: TypeAlias = Callable[[int, Run], Sequence[BlockHash]]
+"""(index in `GroupRuns`, run) -> the hash of each of its blocks."""
+
+
+def shard_keys(
+    namespace: Namespace, num_shards: Sequence[int], hashes_of: HashesOf, blocks: GroupRuns
+) -> list[BlockKey]:
+    """Every shard of every block, in order: by group, block, rank; `num_shards` of each group."""
+    return [
+        BlockKey(namespace, GroupId(group), rank, block_hash)
+        for group, (ranks, runs) in enumerate(zip(map(range, num_shards), blocks, strict=True))
+        for run in runs
+        for block_hash in hashes_of(group, run)
+        for rank in ranks
+    ]
+
+
+def whole_blocks(num_shards: Sequence[int], blocks: GroupRuns, present: Sequence[bool]) -> GroupRuns:
+    """The blocks all of whose shards are `present`, which has one entry per `shard_keys`."""
+    found: list[Runs] = []
+    position = 0
+    for shards, runs in zip(num_shards, blocks, strict=True):
+        whole: list[Run] = []
+        for start, end in runs:
+            stop = position + (end - start) * shards
+            whole.extend(_whole_runs(start, end, shards, present[position:stop]))
+            position = stop
+        found.append(normalize(whole))
+    return tuple(found)
+
+
+def _whole_runs(start: int, end: int, shards: int, present: Sequence[bool]) -> Iterable[Run]:
+    if all(present):
+        return ((start, end),)
+    whole = (all(present[at : at + shards]) for at in range(0, len(present), shards))
+    return [(block, block + 1) for block, there in zip(range(start, end), whole, strict=True) if there]
 
 
 def namespace_digest(fields: Mapping[str, NamespaceField]) -> Namespace:

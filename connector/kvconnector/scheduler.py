@@ -11,7 +11,7 @@ from typing import Any
 from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
 from kvconnector.transfer import LookupThread
 from kvcore.group_runs import GroupRuns, count_blocks
-from kvcore.keys import BlockHash, BlockKey, Namespace
+from kvcore.keys import BlockHash, Namespace, shard_keys, whole_blocks
 from kvcore.memory import Experience
 from kvcore.planner import Planner
 from kvcore.plans import Load, Lookup, Offer, PoolPolicy, Store
@@ -19,7 +19,7 @@ from kvcore.ports import Clock, KVStore, StoreOutcome
 from kvcore.request import KVRequest, State
 from kvcore.runs import from_blocks
 from kvcore.spec import GroupSpec
-from kvcore.types import GroupId, Runs
+from kvcore.types import GroupId, Run, Runs
 from kvcore.units import div_ceil
 
 NULL_BLOCK_ID = 0
@@ -37,6 +37,10 @@ class KeySpace:
     def block_hash(self, hashes: Sequence[bytes], spec: GroupSpec, block: int) -> BlockHash:
         """The hash over everything up to the end of the group's block, out of the request's chain at the hash unit."""
         return BlockHash(hashes[(block + 1) * (spec.block_size // self.hash_block_size) - 1])
+
+    def block_hashes(self, hashes: Sequence[bytes], spec: GroupSpec, run: Run) -> list[BlockHash]:
+        """The same of each block of the run."""
+        return [self.block_hash(hashes, spec, block) for block in range(*run)]
 
 
 @dataclass(slots=True, eq=False)
@@ -237,19 +241,13 @@ class SchedulerHalf:
         self, names: KeySpace, hashes: Sequence[bytes], store: KVStore[Any], question: GroupRuns, deadline_ns: int
     ) -> GroupRuns:
         """The blocks all of whose shards are there. Runs on the lookup thread."""
-        blocks = list(self._blocks(question))
-        keys = [
-            BlockKey(names.namespace, group, rank, names.block_hash(hashes, spec, block))
-            for group, spec, block in blocks
-            for rank in range(self._ranks)
-        ]
-        outcomes = store.exists(keys, deadline_ns)
-        found: list[list[int]] = [[] for _ in question]
-        for index, (group, _, block) in enumerate(blocks):
-            shards = outcomes[index * self._ranks : (index + 1) * self._ranks]
-            if all(outcome is StoreOutcome.OK for outcome in shards):
-                found[group].append(block)
-        return tuple(from_blocks(present) for present in found)
+        groups = self._planner.model.groups
+        num_shards = (names.num_ranks,) * len(groups)
+        keys = shard_keys(
+            names.namespace, num_shards, lambda group, run: names.block_hashes(hashes, groups[group], run), question
+        )
+        present = [outcome is StoreOutcome.OK for outcome in store.exists(keys, deadline_ns)]
+        return whole_blocks(num_shards, question, present)
 
     def _load(self, tracked: _Tracked, load: Load, block_ids: Sequence[Sequence[int]]) -> None:
         entries, missing = self._entries(tracked, load.blocks, block_ids)
