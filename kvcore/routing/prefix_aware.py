@@ -14,8 +14,9 @@ class PrefixAware:
 
         cost = prefill_load_scale * (queued + prompt - overlap_score_credit * cached) + (prompts there + prompt)
 
-    The source's cost function at temperature 0, with its names and defaults, in tokens instead of blocks. There a
-    block that several requests share counts once; here it counts for each. Ties go round.
+    The source's cost function at temperature 0, with its names and defaults, in tokens instead of blocks, without its
+    credits for other tiers. There a block that several requests share counts once; here it counts for each. Ties go
+    round.
     """
 
     reads: ClassVar[frozenset[Fact]] = frozenset({Fact.LOAD, Fact.PREFIX})
