@@ -1,6 +1,5 @@
 """Where a hit may end: prefix lengths that a later request can resume at."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvcore.errors import require
@@ -15,14 +14,14 @@ class Boundaries:
     step: int | None
     extra: tuple[int, ...] = ()
 
-    def between(self, low: int, high: int) -> Iterator[int]:
-        """The boundaries p with low < p <= high, each once, in ascending order."""
-        regular = range(align_down(low, self.step) + self.step, high + 1, self.step) if self.step else range(0)
-        odd = sorted({p for p in self.extra if low < p <= high and p not in regular})
-        if not odd:
-            yield from regular
-            return
-        yield from sorted((*regular, *odd))
+    def regular(self, low: int, high: int) -> range:
+        """The multiples of `step` p with low < p <= high."""
+        return range(align_down(low, self.step) + self.step, high + 1, self.step) if self.step else range(0)
+
+    def odd(self, low: int, high: int) -> list[int]:
+        """The other boundaries there, each once, ascending."""
+        regular = self.regular(low, high)
+        return sorted({p for p in self.extra if low < p <= high and p not in regular})
 
     def last(self, low: int, high: int) -> int:
         """The largest boundary p with low < p <= high, or 0."""

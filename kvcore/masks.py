@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from kvcore.boundaries import Boundaries, hit_boundaries, store_boundaries
 from kvcore.errors import require
-from kvcore.runs import intersect, normalize
+from kvcore.runs import intersect, normalize, union
 from kvcore.spec import GroupSpec, ModelSpec
 from kvcore.types import Run, Runs
 from kvcore.units import align_up
@@ -87,7 +87,8 @@ def _proof_runs(model: ModelSpec, group: int, boundaries: Boundaries, low: int, 
     if model.groups[group].prefix_closed:
         last = boundaries.last(low, high)
         return normalize((model.proof_blocks(group, last),)) if last else ()
-    return normalize(model.proof_blocks(group, length) for length in boundaries.between(low, high))
+    regular = model.groups[group].needed_runs(boundaries.regular(low, high), model.margins[group])
+    return union(regular, normalize(model.proof_blocks(group, length) for length in boundaries.odd(low, high)))
 
 
 def _kept_runs(model: ModelSpec, group: int, run: Run, boundaries: Boundaries) -> Runs:

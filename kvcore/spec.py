@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from kvcore.errors import require
-from kvcore.types import Run
+from kvcore.runs import normalize
+from kvcore.types import Run, Runs
 from kvcore.units import align_down, div_ceil
 
 
@@ -44,6 +45,11 @@ class GroupSpec(ABC):
     @abstractmethod
     def needed_blocks(self, prefix_len: int) -> Run:
         """Blocks that must be present so that token `prefix_len` (0-based) can be computed next."""
+
+    def needed_runs(self, lengths: range, margin: int) -> Runs:
+        """Blocks that some of the lengths (ascending) needs, each with what lies `margin` tokens beyond it."""
+        ends = (div_ceil(length + margin, self.block_size) for length in lengths)
+        return normalize((self.needed_blocks(length)[0], end) for length, end in zip(lengths, ends, strict=True))
 
     @property
     def free_step(self) -> int | None:
@@ -79,6 +85,12 @@ class SlidingWindow(GroupSpec):
         """The blocks that hold tokens [prefix_len - (window - 1) - extra, prefix_len)."""
         first_token = max(0, prefix_len - (self.window - 1) - self.extra_retained_tokens)
         return (first_token // self.block_size, div_ceil(prefix_len, self.block_size))
+
+    def needed_runs(self, lengths: range, margin: int) -> Runs:
+        """One run where the windows of neighbours touch: then all do, as all but the first ones are equally wide."""
+        if len(lengths) > 1 and self.needed_blocks(lengths[-1])[0] <= (lengths[-2] + margin) // self.block_size:
+            return ((self.needed_blocks(lengths[0])[0], div_ceil(lengths[-1] + margin, self.block_size)),)
+        return GroupSpec.needed_runs(self, lengths, margin)
 
     @property
     def free_step(self) -> int | None:

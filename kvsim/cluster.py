@@ -24,7 +24,6 @@ MakeEngine: TypeAlias = Callable[[int, EventLog, OnFinished], Engine]
 """(index, log, what to call when a request finished) -> engine."""
 MakeMachine: TypeAlias = Callable[[int, Sequence], KVRequest | None]
 """(engine, sequence) -> the machine of a sequence that the engine is about to get; None where there is no pool."""
-"""(prompt length in tokens) -> the request's machine, or None where there is no pool."""
 
 
 class Cluster:
