@@ -14,14 +14,14 @@ NameOf: TypeAlias = Callable[[int, int], Hashable]
 
 @dataclass(slots=True)
 class BlockMemory:
-    """Names of at most `capacity` blocks, each for `ttl_ns` after it was last noted; the oldest is forgotten first."""
+    """Names of at most `capacity_blocks`, each for `ttl_ns` after it was last noted; the oldest is forgotten first."""
 
-    capacity: int
+    capacity_blocks: int
     ttl_ns: int
     _noted_ns: dict[Hashable, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(self.capacity > 0, "capacity", self.capacity, "blocks, at least 1")
+        require(self.capacity_blocks > 0, "capacity_blocks", self.capacity_blocks, "at least 1")
         require(self.ttl_ns > 0, "ttl_ns", self.ttl_ns, "more than 0")
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class BlockMemory:
         for _, _, name in _named(blocks, name_of):
             self._noted_ns.pop(name, None)
             self._noted_ns[name] = now_ns
-        while len(self._noted_ns) > self.capacity:
+        while len(self._noted_ns) > self.capacity_blocks:
             del self._noted_ns[next(iter(self._noted_ns))]
 
     def forget(self, blocks: GroupRuns, name_of: NameOf) -> None:

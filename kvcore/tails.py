@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from kvcore.runs import normalize, union
 from kvcore.spec import ModelSpec
 from kvcore.types import Run, Runs
+from kvcore.units import div_ceil
 
 
 def cover(model: ModelSpec, objects: Sequence[Runs]) -> tuple[Runs, ...]:
@@ -44,21 +45,21 @@ def objects_for(model: ModelSpec, units: Sequence[Runs], present: Sequence[Runs]
     return (*objects, *tails)
 
 
-def _blocks_and_tail(units: Runs, size: int, blocks: Runs, tails: Runs) -> tuple[Runs, Runs]:
-    """The units of a prefix-closed group are one run [start, end)."""
+def _blocks_and_tail(units: Runs, num_units: int, blocks: Runs, tails: Runs) -> tuple[Runs, Runs]:
+    """Blocks have `num_units` each. The units of a prefix-closed group are one run [start, end)."""
     if not units:
         return (), ()
     ((start, end),) = units
-    first, last = start // size, end // size
-    if end % size == 0 or any(a <= last < b for a, b in blocks):
-        return normalize(((first, -(-end // size)),)), ()
+    first, last = start // num_units, end // num_units
+    if end % num_units == 0 or any(a <= last < b for a, b in blocks):
+        return normalize(((first, div_ceil(end, num_units)),)), ()
     reaching = (max(a, end - 1) for a, b in tails if b >= end)
-    unit = min((unit for unit in reaching if unit < (last + 1) * size), default=end - 1)
+    unit = min((unit for unit in reaching if unit < (last + 1) * num_units), default=end - 1)
     return normalize(((first, last),)), ((unit, unit + 1),)
 
 
-def _scaled(runs: Runs, size: int) -> Runs:
-    return tuple((start * size, end * size) for start, end in runs) if size > 1 else runs
+def _scaled(runs: Runs, num_units: int) -> Runs:
+    return tuple((start * num_units, end * num_units) for start, end in runs) if num_units > 1 else runs
 
 
 def tail_units(model: ModelSpec, group: int, covered_len: int, proof_len: int) -> Run:
