@@ -49,7 +49,10 @@ _NOTHING_OFFERED = Offer(0)
 
 @dataclass(slots=True)
 class _Answer:
-    """What the pool held, asked above `local_hit_len`; `answered_ns` None while the question is open."""
+    """What the pool held, asked above `local_hit_len`; `answered_ns` None while the question is open.
+
+    `offered_for`: local hit and length of the sequence that the last offer was made for.
+    """
 
     ticket: int
     local_hit_len: int
@@ -57,6 +60,7 @@ class _Answer:
     dialogue: Frontier
     present: GroupRuns
     answered_ns: int | None = None
+    offered_for: tuple[int, int] | None = None
 
 
 def _by_position(group: int, block: int) -> tuple[int, int]:
@@ -128,7 +132,11 @@ class KVRequest:
             return self._ask(local_hit_len, num_tokens, now_ns)
         if answer.answered_ns is None:
             return self._wait(answer, now_ns)
-        return self._offered(self._worth(self.planner.hit(local_hit_len, num_tokens, answer.present), answer.present))
+        if answer.offered_for != (local_hit_len, num_tokens):
+            hit_len = self.planner.hit(local_hit_len, num_tokens, answer.present)
+            self._offered(self._worth(hit_len, answer.present))
+            answer.offered_for = local_hit_len, num_tokens
+        return self._offer
 
     def lookup_answered(self, ticket: int, now_ns: int) -> None:
         """The dialogue of the lookup has ended, or was broken off: what was not answered is not there."""
@@ -366,7 +374,8 @@ class KVRequest:
         again = owed
         if len(self.experience.unsaved):
             again = plus(owed, self.experience.unsaved.known(blocks, self.name_of, now_ns))
-        admitted = common(self.policy.admission.admit(blocks, again, computed_len), blocks)
+        sequence_len = max(computed_len, self.num_prompt_tokens)
+        admitted = common(self.policy.admission.admit(blocks, again, sequence_len), blocks)
         self._note_unsaved(minus(blocks, admitted), now_ns)
         if not any(admitted):
             return None
