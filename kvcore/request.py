@@ -51,7 +51,7 @@ _NOTHING_OFFERED = Offer(0)
 class _Answer:
     """What the pool held, asked above `local_hit_len`; `answered_ns` None while the question is open.
 
-    `offered_for`: local hit and length of the sequence that the last offer was made for.
+    `num_offered` tokens is the offer for `offered_for`: local hit and length of the sequence.
     """
 
     ticket: int
@@ -61,6 +61,7 @@ class _Answer:
     present: GroupRuns
     answered_ns: int | None = None
     offered_for: tuple[int, int] | None = None
+    num_offered: int = 0
 
 
 def _by_position(group: int, block: int) -> tuple[int, int]:
@@ -134,9 +135,8 @@ class KVRequest:
             return self._wait(answer, now_ns)
         if answer.offered_for != (local_hit_len, num_tokens):
             hit_len = self.planner.hit(local_hit_len, num_tokens, answer.present)
-            self._offered(self._worth(hit_len, answer.present))
-            answer.offered_for = local_hit_len, num_tokens
-        return self._offer
+            answer.offered_for, answer.num_offered = (local_hit_len, num_tokens), self._worth(hit_len, answer.present)
+        return self._offered(answer.num_offered)
 
     def lookup_answered(self, ticket: int, now_ns: int) -> None:
         """The dialogue of the lookup has ended, or was broken off: what was not answered is not there."""
