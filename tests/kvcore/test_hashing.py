@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcore import hashing
 from kvcore.errors import InvalidArgument
 from kvcore.hashing import (
     DEFAULT_SEED,
@@ -74,7 +75,7 @@ def test_hashing_as_tokens_arrive_is_hashing_at_once(tokens, block_size, cuts, a
 def test_seed_and_algorithm_change_every_hash(algorithm):
     tokens = list(range(8))
     variants = [hash_blocks(tokens, 2, algorithm=a, seed=seed) for a in HashAlgorithm for seed in ("", "0", "1")]
-    assert len({block_hash for hashes in variants for block_hash in hashes}) == 6 * 4
+    assert len({block_hash for hashes in variants for block_hash in hashes}) == len(HashAlgorithm) * 3 * 4
     assert hash_blocks(tokens, 2, algorithm=algorithm)[0] != none_hash(algorithm)
 
 
@@ -173,11 +174,29 @@ def answers_of_fresh_interpreters(script):
 def test_fresh_interpreters_agree():
     """S19: the interpreter's own hash seed is not ours."""
     (answer,) = set(answers_of_fresh_interpreters(SCRIPT))
-    assert [len(hashes) for hashes in json.loads(answer)] == [10, 10, 10, 10, 16]
+    assert [len(hashes) for hashes in json.loads(answer)] == [10] * 2 * len(HashAlgorithm) + [16]
 
 
 def test_control_the_interpreters_do_differ():
     assert len(set(answers_of_fresh_interpreters("print(hash('a'))"))) > 1
+
+
+@given(TOKENS, SIZES, st.integers(1, 5), st.sampled_from([NO_EXTRAS, EVERYTHING]))
+def test_a_hash_that_looks_ahead_waits_for_those_tokens_and_depends_on_them(tokens, block_size, ahead, extras):
+    hashes = hash_blocks(tokens, block_size, lookahead_tokens=ahead, extras=extras)
+    assert len(hashes) == max(0, len(tokens) - ahead) // block_size
+    if hashes:
+        last = len(hashes) * block_size + ahead - 1
+        changed = [*tokens[:last], tokens[last] + 1, *tokens[last + 1 :]]
+        assert hash_blocks(changed, block_size, lookahead_tokens=ahead, extras=extras)[-1] != hashes[-1]
+
+
+def test_xxhash_is_optional(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    monkeypatch.setattr(hashing, "_digest", hashing._digest.__wrapped__)
+    assert hash_blocks([1], 1)
+    with pytest.raises(InvalidArgument, match="pip install xxhash"):
+        hash_blocks([1], 1, algorithm=HashAlgorithm.XXHASH)
 
 
 @pytest.mark.parametrize("block_size", [0, -16])
