@@ -6,7 +6,6 @@ so one hash names a block together with everything before it. All inputs are arg
 """
 
 import hashlib
-import importlib
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -174,9 +173,9 @@ def _digest(algorithm: HashAlgorithm) -> Callable[[object], BlockHash]:
         case HashAlgorithm.SHA256_CBOR:
             return _sha256_cbor
     try:
-        xxh3 = importlib.import_module("xxhash").xxh3_128_digest
-    except (ImportError, AttributeError):
-        fix = "sha256 or sha256_cbor, or the package xxhash to be installed (pip install xxhash)"
+        from xxhash import xxh3_128_digest as xxh3
+    except ImportError:
+        fix = "sha256 or sha256_cbor, or the package xxhash to be installed (pip install 'kvtwin[xxhash]')"
         raise InvalidArgument("algorithm", algorithm.value, fix) from None
     return partial(_xxh3 if algorithm is HashAlgorithm.XXHASH else _xxh3_cbor, xxh3)
 

@@ -14,7 +14,7 @@ from tests.support import PROJECT
 KVCORE_MAY_IMPORT = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
     "json", "math", "operator", "pickle", "re", "reprlib", "struct", "types", "typing",
-    "cbor2", "kvcore",
+    "cbor2", "xxhash", "kvcore",
 }  # fmt: skip
 
 
