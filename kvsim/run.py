@@ -12,7 +12,6 @@ from kvcore.memory import Experience
 from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy
 from kvcore.request import KVRequest
-from kvcore.spec import FullAttention, ModelSpec
 from kvcore.types import GroupId, Segments
 from kvcore.units import NS_PER_MS
 from kvsim.clock import PS_PER_US, Clock
@@ -23,6 +22,7 @@ from kvsim.events import EventLog
 from kvsim.instance import Instance
 from kvsim.link import FairLink
 from kvsim.pool_client import Path, PoolClient
+from kvsim.pool_policy import make_planner, make_policy
 from kvsim.routers import make_router
 from kvsim.scenario import LinkConfig, PoolConfig, Scenario
 from kvsim.scheduler import Limits, Scheduler
@@ -181,12 +181,7 @@ def _shared_pool(scenario: Scenario, clock: Clock) -> SharedPool | None:
         pool.eviction_high_watermark_ratio,
         pool.eviction_ratio,
     )
-    planner = Planner(ModelSpec((FullAttention(scenario.engine.block_size),)), pool.retention_interval)
-    policy = PoolPolicy(
-        lookup_deadline_ns=pool.lookup_deadline_ms * NS_PER_MS,
-        offer_ttl_ns=pool.offer_ttl_ms * NS_PER_MS,
-        max_load_attempts=pool.max_load_attempts,
-    )
+    planner, policy = make_planner(scenario, pool), make_policy(scenario, pool, link)
     instances = range(scenario.cluster.instances)
     paths = tuple(_path(pool, link, scenario.block_bytes, clock) for _ in instances)
     return SharedPool(store, planner, policy, paths, tuple(Experience() for _ in instances))

@@ -11,10 +11,21 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from kvcore.errors import clipped
+from kvcore.masks import Retention
 from kvcore.plans import PoolPolicy
+from kvcore.spec import FullAttention, ModelSpec
 from kvcore.units import NS_PER_MS
 from kvsim import catalog, toml
 from kvsim.catalog import Device, LlmModel
@@ -107,6 +118,25 @@ class EngineConfig(Table):
     """Share of the blocks kept free when a waiting request is admitted; vLLM's KVCacheManager(watermark=0.0)."""
 
 
+ADMISSIONS = ("all", "second_touch", "cheaper")
+LOADINGS = ("always", "cheaper", "in_time")
+"""Policies of the pool by name; see docs/POLICIES.md."""
+
+
+def _retention(value: object) -> Retention:
+    """Intervals as TOML can write them, which has no null: "all" keeps every length resumable."""
+    return tuple(map(_interval, value)) if isinstance(value, list | tuple) else _interval(value)
+
+
+def _interval(value: object) -> int | None:
+    if value is None or value == "all":
+        return None
+    value = toml.whole(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError('"all", 0 or a number of tokens, or a list with one of these for each group')
+    return value
+
+
 class PoolConfig(Table):
     """The shared store; names and defaults of `mooncake_master` 0.3.13.post1 (0.3.7 had a TTL of 5,000 ms and 0.95)."""
 
@@ -127,8 +157,32 @@ class PoolConfig(Table):
     """`default_kv_lease_ttl`: an object found by a lookup is not evicted for this long."""
     eviction_high_watermark_ratio: PositiveRatio = 0.9
     eviction_ratio: PositiveRatio = 0.05
-    retention_interval: Count | None = None
-    """Tokens between the boundaries that a writer of a sparse group keeps; 0 keeps the replay boundary only."""
+    retention_interval: Annotated[Retention, PlainValidator(_retention)] = None
+    """Tokens between the boundaries that a writer of a sparse group keeps, of all groups or of each; "all" keeps every
+    boundary, 0 the replay boundary only. A group of full attention always keeps all blocks."""
+    admission: str = "all"
+    """Which blocks are stored: all, those had before (`second_touch`), or those `cheaper` to fetch than to compute."""
+    loading: str = "always"
+    """Which hits are loaded: all, those `cheaper` to fetch than to compute, or also those that are there `in_time`."""
+    load_budget_ms: Annotated[Count | None, Field(validate_default=True)] = None
+    """What a load may take and be in time, alone on its link."""
+
+    @field_validator("admission")
+    @classmethod
+    def _known_admission(cls, name: str) -> str:
+        return _one_of(name, [*ADMISSIONS])
+
+    @field_validator("loading")
+    @classmethod
+    def _known_loading(cls, name: str) -> str:
+        return _one_of(name, [*LOADINGS])
+
+    @field_validator("load_budget_ms")
+    @classmethod
+    def _has_a_use(cls, load_budget_ms: int | None, others: ValidationInfo) -> int | None:
+        if (load_budget_ms is not None) != (others.data.get("loading") == "in_time"):
+            raise ValueError('a number of milliseconds with pool.loading = "in_time", and no such key without it')
+        return load_budget_ms
 
     def lookup_ps(self, num_keys: int) -> int:
         """How long the master takes to answer for `num_keys` keys."""
@@ -201,7 +255,19 @@ class Scenario(Table):
             raise ValueError("both [pool] and [link], or neither")
         if self.num_gpu_blocks < 2:
             raise ValueError("weights and engine.reserved_bytes below device memory x engine.gpu_memory_utilization")
+        if self.pool is not None:
+            self._check_retention(self.pool.retention_interval)
         return self
+
+    def _check_retention(self, retention: Retention) -> None:
+        model = self.kv_model
+        intervals = retention if isinstance(retention, tuple) else (retention,) * len(model.groups)
+        if len(intervals) != len(model.groups):
+            raise ValueError(f"{len(model.groups)} pool.retention_interval, one for each group, not {len(intervals)}")
+        for interval in intervals:
+            if interval is not None and interval % model.alignment:
+                multiple = f"a multiple of {model.alignment} tokens (engine.block_size)"
+                raise ValueError(f"pool.retention_interval to be {multiple}, not {interval}")
 
     @cached_property
     def llm(self) -> LlmModel:
@@ -212,6 +278,11 @@ class Scenario(Table):
     def gpu(self) -> Device:
         """The chosen device."""
         return catalog.device(self.device.name)
+
+    @cached_property
+    def kv_model(self) -> ModelSpec:
+        """The KV cache groups of the model."""
+        return ModelSpec((FullAttention(self.engine.block_size),))
 
     @cached_property
     def block_bytes(self) -> int:

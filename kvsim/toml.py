@@ -18,14 +18,15 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _whole(value: object) -> object:
+def whole(value: object) -> object:
+    """An int for a float without a fraction, as TOML writes 256e9; anything else as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(whole), Field(ge=0)]
 """An integer >= 0; TOML's 256e9 counts as one."""
 
-PositiveCount = Annotated[int, BeforeValidator(_whole), Field(gt=0)]
+PositiveCount = Annotated[int, BeforeValidator(whole), Field(gt=0)]
 """An integer > 0; TOML's 256e9 counts as one."""
 
 TAG_MARK = "<"

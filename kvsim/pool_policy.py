@@ -1,0 +1,63 @@
+"""The decisions about a scenario's pool: what `[pool]` says, with costs from the scenario's link and step times."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+
+from kvcore.admission import Admission, AdmitAll, AdmitCheaper, AdmitSecondTouch
+from kvcore.costs import Costs
+from kvcore.loading import LoadAlways, LoadCheaper, Loading, LoadInTime
+from kvcore.planner import Planner
+from kvcore.plans import PoolPolicy
+from kvcore.units import NS_PER_MS, NS_PER_S, div_ceil
+from kvsim.clock import PS_PER_NS, PS_PER_US
+from kvsim.cost.roofline import Roofline
+from kvsim.scenario import LinkConfig, PoolConfig, Scenario
+
+
+def make_planner(scenario: Scenario, pool: PoolConfig) -> Planner:
+    """What is looked up, loaded and stored."""
+    return Planner(scenario.kv_model, pool.retention_interval)
+
+
+def make_policy(scenario: Scenario, pool: PoolConfig, link: LinkConfig) -> PoolPolicy:
+    """The patience, and the policies by name."""
+    planner, costs = make_planner(scenario, pool), make_costs(scenario, link)
+    return PoolPolicy(
+        lookup_deadline_ns=pool.lookup_deadline_ms * NS_PER_MS,
+        offer_ttl_ns=pool.offer_ttl_ms * NS_PER_MS,
+        max_load_attempts=pool.max_load_attempts,
+        admission=_ADMISSIONS[pool.admission](planner, costs),
+        loading=_LOADINGS[pool.loading](costs, pool),
+    )
+
+
+def make_costs(scenario: Scenario, link: LinkConfig) -> Costs:
+    """Of one engine: a block over a link that nobody else uses, a prefill in a step of its own for each chunk."""
+    block_ns = div_ceil(scenario.block_bytes * NS_PER_S, link.bandwidth_bytes_per_s)
+    step_time = Roofline(scenario.llm, scenario.gpu)
+    budget = scenario.engine.max_num_batched_tokens
+
+    @cache
+    def prefill_ns(start_len: int, end_len: int) -> int:
+        starts = range(start_len, end_len, budget)
+        chunks = ((start, min(budget, end_len - start)) for start in starts)
+        return sum(step_time.step_ps([chunk], 0, 0) for chunk in chunks) // PS_PER_NS
+
+    return Costs(prefill_ns, (block_ns,), link.latency_us * PS_PER_US // PS_PER_NS)
+
+
+def _load_in_time(costs: Costs, pool: PoolConfig) -> Loading:
+    assert pool.load_budget_ms is not None
+    return LoadInTime(costs, pool.load_budget_ms * NS_PER_MS)
+
+
+_ADMISSIONS: Mapping[str, Callable[[Planner, Costs], Admission]] = {
+    "all": lambda _planner, _costs: AdmitAll(),
+    "second_touch": lambda _planner, _costs: AdmitSecondTouch(),
+    "cheaper": AdmitCheaper,
+}
+_LOADINGS: Mapping[str, Callable[[Costs, PoolConfig], Loading]] = {
+    "always": lambda _costs, _pool: LoadAlways(),
+    "cheaper": lambda costs, _pool: LoadCheaper(costs),
+    "in_time": _load_in_time,
+}

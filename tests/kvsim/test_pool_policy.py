@@ -1,0 +1,109 @@
+"""The pool's policies in a scenario: named, checked, and at work."""
+
+import pytest
+
+from kvcore.admission import AdmitAll, AdmitCheaper, AdmitSecondTouch
+from kvcore.loading import LoadAlways, LoadCheaper, LoadInTime
+from kvsim.cli import DEMO
+from kvsim.clock import PS_PER_NS
+from kvsim.cost.roofline import Roofline
+from kvsim.invariants import check
+from kvsim.metrics import measure
+from kvsim.pool_policy import make_costs, make_planner, make_policy
+from kvsim.run import decisions_digest, simulation
+from kvsim.scenario import ADMISSIONS, LOADINGS, load
+from kvsim.toml import InvalidToml
+from kvsim.workload.source import trace_of
+
+WITH = DEMO[1]
+# 17 sessions in step on 4 instances: round robin sends a session's next turn to another instance.
+SMALL = ["cluster.instances=4", "workload.sessions=17", "workload.turns=4", "workload.common_len=1000"]
+SLOW_LINK = "link.bandwidth_bytes_per_s=1e9"  # a token of 131,072 bytes takes 131 us, to compute about 50
+
+
+def policy_of(*settings):
+    scenario = load(WITH, settings)
+    return make_policy(scenario, scenario.pool, scenario.link)
+
+
+def finished_run(*settings):
+    scenario = load(WITH, [*SMALL, *settings])
+    done = simulation(scenario, trace_of(scenario))
+    done.run()
+    assert check(done) == "ok"
+    return done
+
+
+def test_a_scenario_names_its_policies():
+    assert (policy_of().admission, policy_of().loading) == (AdmitAll(), LoadAlways())
+    admissions = [policy_of(f"pool.admission={name}").admission for name in ADMISSIONS]
+    assert [type(policy) for policy in admissions] == [AdmitAll, AdmitSecondTouch, AdmitCheaper]
+    budget = {"in_time": ["pool.load_budget_ms=70"]}
+    loadings = [policy_of(f"pool.loading={name}", *budget.get(name, [])).loading for name in LOADINGS]
+    assert [type(policy) for policy in loadings] == [LoadAlways, LoadCheaper, LoadInTime]
+    assert loadings[-1].budget_ns == 70_000_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["pool.admission=second"], "pool.admission = 'second': expected a known name; did you mean second_touch?"),
+        (["pool.loading=cheap"], "pool.loading = 'cheap': expected a known name; did you mean cheaper?"),
+        (["pool.loading=in_time"], 'pool.load_budget_ms: expected a number of milliseconds with pool.loading'),
+        (["pool.load_budget_ms=5"], "pool.load_budget_ms = 5: expected a number of milliseconds with pool.loading"),
+        (["pool.retention_interval=24"], "expected pool.retention_interval to be a multiple of 16 tokens"),
+        (["pool.retention_interval=[16, 0]"], "expected 1 pool.retention_interval, one for each group, not 2"),
+        (["pool.retention_interval=-16"], "pool.retention_interval = -16: expected \"all\", 0 or a number of tokens"),
+        (["pool.retention_interval=true"], "pool.retention_interval = True: expected \"all\", 0"),
+        (["pool.retention_interval=['some']"], "pool.retention_interval = ['some']: expected \"all\", 0"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_says_how_to_mend_it(settings, message):
+    with pytest.raises(InvalidToml) as mistake:
+        load(WITH, settings)
+    assert message in str(mistake.value) and "\n" not in str(mistake.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "retention"),
+    [("'all'", None), ("0", 0), ("64", 64), ("1e3", 1_000), ("[64]", (64,)), ("['all']", (None,))],
+)
+def test_retention_is_of_all_groups_or_of_each(text, retention):
+    scenario = load(WITH, [f"pool.retention_interval={text}", "engine.block_size=8"])
+    assert make_planner(scenario, scenario.pool).retention == retention
+
+
+def test_costs_are_those_of_link_and_steps():
+    scenario = load(WITH, ["engine.max_num_batched_tokens=1000", "link.latency_us=7"])
+    costs = make_costs(scenario, scenario.link)
+    one_block_ns = 16 * 131_072 * 10**9 / 9_878_424_780
+    assert costs.fetch_ns((((0, 10),),)) == pytest.approx(7_000 + 10 * one_block_ns, rel=1e-4)
+    steps = Roofline(scenario.llm, scenario.gpu)
+    by_hand_ps = sum(steps.step_ps([chunk], 0, 0) for chunk in [(500, 1_000), (1_500, 1_000), (2_500, 1)])
+    assert costs.prefill_ns(500, 2_501) == by_hand_ps // PS_PER_NS
+    assert costs.prefill_ns(500, 500) == 0
+
+
+def test_over_a_slow_link_hits_are_computed_instead_and_nothing_is_stored():
+    always, cheaper = finished_run(SLOW_LINK), finished_run(SLOW_LINK, "pool.loading=cheaper")
+    assert sum(decision.granted_len for decision in always.decisions()) > 0
+    assert sum(decision.granted_len for decision in cheaper.decisions()) == 0
+    assert measure(cheaper.log, 1).ttft_s.mean < measure(always.log, 1).ttft_s.mean
+    assert finished_run(SLOW_LINK, "pool.admission=cheaper").pool.store.counters.put == 0
+
+
+def test_over_a_fast_link_cost_changes_nothing():
+    plain = decisions_digest(finished_run().decisions())
+    assert decisions_digest(finished_run("pool.admission=cheaper", "pool.loading=cheaper").decisions()) == plain
+
+
+def test_a_load_that_is_slower_but_in_time_is_fetched():
+    late, in_time = (finished_run(SLOW_LINK, "pool.loading=in_time", f"pool.load_budget_ms={ms}") for ms in (1, 60_000))
+    assert sum(decision.granted_len for decision in late.decisions()) == 0
+    assert decisions_digest(in_time.decisions()) == decisions_digest(finished_run(SLOW_LINK).decisions())
+
+
+def test_second_touch_stores_less_and_hits_less_without_affinity():
+    plain, second = finished_run(), finished_run("pool.admission=second_touch")
+    assert 0 < second.pool.store.counters.put < plain.pool.store.counters.put
+    assert measure(second.log, 1).hit_rate < measure(plain.log, 1).hit_rate
