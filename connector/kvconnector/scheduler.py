@@ -188,6 +188,7 @@ class SchedulerHalf:
         self._keys = replace(self._keys, namespace=namespace)
         self._experience.clear()
         for tracked in {*self._tracked.values(), *(job.tracked for job in self._jobs.values())}:
+            self._lookups.forget(tracked)
             tracked.machine.reset()
 
     # -- inside -----------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvconnector.jobs import Ended, LoadJob, StoreJob
-from kvcore.frontier import Frontier
 from kvcore.group_runs import GroupRuns, count_blocks
 from kvcore.plans import Lookup
 from kvcore.ports import Clock, KVStore, StoreOutcome
@@ -106,6 +105,7 @@ class LookupThread:
         self._clock = clock
         self._changed = threading.Condition()
         self._asked: deque[tuple[Any, Lookup, Ask]] = deque()
+        self._current: Any = None
         self._answered: list[tuple[Any, Lookup]] = []
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvtwin-lookup", daemon=True)
@@ -124,8 +124,10 @@ class LookupThread:
         return answered
 
     def forget(self, asker: Any) -> None:
-        """Drop the asker's lookups that nobody works on, and those that ended."""
+        """Drop the asker's lookups, those that ended too; one under way ends with its round, and is not told."""
         with self._changed:
+            if self._current is asker:
+                self._current = None
             self._asked = deque(asked for asked in self._asked if asked[0] is not asker)
             self._answered = [answer for answer in self._answered if answer[0] is not asker]
 
@@ -144,13 +146,20 @@ class LookupThread:
                 if self._closed:
                     return
                 asker, lookup, ask = self._asked.popleft()
-            self._carry_through(lookup.dialogue, ask, lookup.deadline_ns)
+                self._current = asker
+            self._carry_through(lookup, ask)
             with self._changed:
-                self._answered.append((asker, lookup))
+                if self._current is not None:
+                    self._answered.append((asker, lookup))
 
-    def _carry_through(self, dialogue: Frontier, ask: Ask, deadline_ns: int) -> None:
+    def _carry_through(self, lookup: Lookup, ask: Ask) -> None:
+        dialogue = lookup.dialogue
         try:
-            while dialogue.open and self._clock.now_ns() < deadline_ns:
-                dialogue.answered(ask(self._store, dialogue.question, deadline_ns))
+            while dialogue.open and self._is_wanted(lookup):
+                dialogue.answered(ask(self._store, dialogue.question, lookup.deadline_ns))
         except Exception:
             logger.exception("lookup of %d blocks failed", count_blocks(dialogue.question))
+
+    def _is_wanted(self, lookup: Lookup) -> bool:
+        forgotten = self._current is None or self._closed
+        return not forgotten and self._clock.now_ns() < lookup.deadline_ns

@@ -33,6 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcore.keys import BlockKey
+from kvcore.ports import StoreOutcome
 from kvcore.spec import ModelSpec
 
 MODEL_CONFIG = {
@@ -42,6 +43,7 @@ MODEL_CONFIG = {
 }  # fmt: skip
 MAX_LEN = 64
 GARBAGE = "garbage"
+OUTCOMES = {True: StoreOutcome.OK, False: StoreOutcome.MISSING}
 ENDLESS = 2_000
 """Far more steps than all requests of a test need."""
 
@@ -72,13 +74,13 @@ def tokens_of(text):
 
 
 class Lookups:
-    """In place of the lookup thread: questions stay until they are answered."""
+    """In place of the lookup thread: a dialogue goes on, a round at a time, when the test says so."""
 
     def __init__(self, store, clock):
         self.asked, self.answered = deque(), []
 
-    def submit(self, asker, question, keys, patience_ns):
-        self.asked.append((asker, question, keys))
+    def submit(self, asker, lookup, ask):
+        self.asked.append((asker, lookup, ask))
 
     def take_answers(self):
         answered, self.answered = self.answered, []
@@ -88,10 +90,15 @@ class Lookups:
         """The request has ended; what is answered after that must be ignored."""
 
     def answer(self, pool):
-        """The oldest question, from what the pool holds now."""
-        if self.asked:
-            asker, question, keys = self.asked.popleft()
-            self.answered.append((asker, question, [key in pool for key in keys]))
+        """The next question of the oldest dialogue, from what the pool holds now."""
+        if not self.asked:
+            return
+        asker, lookup, ask = self.asked[0]
+        store = SimpleNamespace(exists=lambda keys, deadline_ns: [OUTCOMES[key in pool] for key in keys])
+        lookup.dialogue.answered(ask(store, lookup.dialogue.question, lookup.deadline_ns))
+        if not lookup.dialogue.open:
+            self.asked.popleft()
+            self.answered.append((asker, lookup))
 
     def close(self):
         return True

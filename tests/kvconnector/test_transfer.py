@@ -10,7 +10,11 @@ from kvconnector.lane import Lane
 from kvconnector.transfer import LookupThread, TransferThread
 
 from kvcore.keys import Namespace
+from kvcore.planner import Planner
+from kvcore.plans import Lookup
 from kvcore.ports import StoreOutcome
+from kvcore.runs import intersect
+from kvcore.spec import FullAttention, ModelSpec
 from kvcore.units import NS_PER_MS
 
 OK, MISSING, TIMEOUT, UNAVAILABLE = (
@@ -149,30 +153,46 @@ def test_every_job_ends_exactly_once_while_deadlines_race_with_the_thread(transf
 # --- lookups --------------------------------------------------------------------------------------------------------
 
 
-class Pool:
-    """Answers that a key is there when it is even; waits for `open`."""
+BLOCK = 4
+PLANNER = Planner(ModelSpec((FullAttention(BLOCK),)))
+NUM_TOKENS = 8_001
+"""2,000 blocks to ask for: 125 in the first round, 500 in the second, and the rest."""
+ROUNDS = [((0, 125),), ((125, 625),), ((625, 2_000),)]
+ALL = ((0, 2_000),)
 
-    def __init__(self):
+
+class Pool:
+    """Holds blocks; each call waits for `open`, then for what `before` does with the number of calls so far."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.held = ALL
         self.open = threading.Event()
         self.open.set()
+        self.before = lambda num_calls: None
         self.asked = []
 
-    def exists(self, keys, deadline_ns):
-        self.asked.append(list(keys))
+    def ask(self, store, question, deadline_ns):
+        assert store is self and deadline_ns > 0
+        (runs,) = question
+        self.asked.append(runs)
         self.open.wait()
-        if 13 in keys:
-            raise RuntimeError("13")
-        return [OK if key % 2 == 0 else MISSING for key in keys]
+        self.before(len(self.asked))
+        return (intersect(runs, self.held),)
+
+
+def lookup(ticket, deadline_ms=DEADLINE_MS, num_tokens=NUM_TOKENS):
+    return Lookup(ticket, PLANNER.frontier(0, num_tokens), deadline_ms * NS_PER_MS)
 
 
 @pytest.fixture
 def pool():
-    return Pool()
+    return Pool(HandClock())
 
 
 @pytest.fixture
 def lookups(pool):
-    thread = LookupThread(pool, MonotonicClock())
+    thread = LookupThread(pool, pool.clock)
     yield thread
     pool.open.set()
     assert thread.close()
@@ -184,29 +204,88 @@ def answers(lookups, count):
     return taken
 
 
-def test_answers_come_in_order_with_their_question(lookups):
-    lookups.submit("a", "first", [1, 2], NS_PER_MS)
-    lookups.submit("b", "second", [13], NS_PER_MS)
-    lookups.submit("a", "third", [], NS_PER_MS)
-    assert answers(lookups, 3) == [("a", "first", [False, True]), ("b", "second", [False]), ("a", "third", [])]
+def small(ticket):
+    """One round about one block."""
+    return lookup(ticket, num_tokens=BLOCK + 1)
+
+
+def test_a_dialogue_is_carried_through_round_by_round(lookups, pool):
+    lookups.submit("a", lookup(1), pool.ask)
+    ((asker, ended),) = answers(lookups, 1)
+    assert (asker, ended.ticket, pool.asked) == ("a", 1, ROUNDS)
+    dialogue = ended.dialogue
+    assert (dialogue.open, dialogue.rounds, dialogue.present, dialogue.hit_len) == (False, 3, (ALL,), NUM_TOKENS - 1)
+
+
+def test_a_dialogue_ends_with_the_first_gap(lookups, pool):
+    pool.held = ((0, 400), (401, 2_000))
+    lookups.submit("a", lookup(1), pool.ask)
+    ((_, ended),) = answers(lookups, 1)
+    assert pool.asked == ROUNDS[:2]
+    assert (ended.dialogue.open, ended.dialogue.hit_len) == (False, 400 * BLOCK)
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1, 2])
+def test_a_dialogue_is_broken_off_at_its_deadline(lookups, pool, num_rounds):
+    """What was answered until then stands; no further question is put."""
+    pool.clock.pass_ms(0 if num_rounds else DEADLINE_MS)
+    pool.before = lambda num_calls: pool.clock.pass_ms(DEADLINE_MS if num_calls == num_rounds else 0)
+    lookups.submit("a", lookup(1), pool.ask)
+    lookups.submit("b", small(2), pool.ask)
+    ended = answers(lookups, 2)
+    assert [asker for asker, _ in ended] == ["a", "b"]
+    assert pool.asked == ROUNDS[:num_rounds]
+    dialogue = ended[0][1].dialogue
+    assert dialogue.open and dialogue.rounds == num_rounds
+    assert dialogue.hit_len == (BLOCK * ROUNDS[num_rounds - 1][0][1] if num_rounds else 0)
+
+
+def test_the_last_nanosecond_before_the_deadline_is_enough_to_ask(lookups, pool):
+    pool.clock.time_ns = DEADLINE_MS * NS_PER_MS - 1
+    lookups.submit("a", lookup(1), pool.ask)
+    answers(lookups, 1)
+    assert pool.asked == ROUNDS
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_dialogue_whose_store_raises_keeps_the_rounds_before_and_the_thread_lives_on(lookups, pool, failing):
+    pool.before = lambda num_calls: 1 // (num_calls != failing)
+    lookups.submit("a", lookup(1), pool.ask)
+    ((asker, ended),) = answers(lookups, 1)
+    assert asker == "a" and pool.asked == ROUNDS[:failing]
+    assert (ended.dialogue.open, ended.dialogue.rounds) == (True, failing - 1)
+    lookups.submit("b", small(2), pool.ask)
+    ((_, ended),) = answers(lookups, 1)
+    assert ended.dialogue.hit_len == BLOCK
 
 
 def test_asking_never_waits_and_what_is_forgotten_is_not_asked(lookups, pool):
     pool.open.clear()
-    lookups.submit("a", 1, [2], NS_PER_MS)
+    lookups.submit("a", small(1), pool.ask)
     until(lambda: pool.asked)
-    for request_id in ("b", "c", "b"):
-        lookups.submit(request_id, 2, [4], NS_PER_MS)
+    for asker in ("b", "c", "b"):
+        lookups.submit(asker, small(2), pool.ask)
     lookups.forget("b")
     assert lookups.take_answers() == []
     pool.open.set()
-    assert [answer[0] for answer in answers(lookups, 2)] == ["a", "c"]
-    assert pool.asked == [[2], [4]]
-    lookups.submit("d", 3, [2], NS_PER_MS)
+    assert [asker for asker, _ in answers(lookups, 2)] == ["a", "c"]
+    assert len(pool.asked) == 2
+    lookups.submit("d", small(3), pool.ask)
     until(lambda: len(pool.asked) == 3)
     time.sleep(0.01)
     lookups.forget("d")
     assert lookups.take_answers() == []
+
+
+def test_what_is_forgotten_between_two_rounds_is_asked_no_further_and_never_answered(lookups, pool):
+    pool.open.clear()
+    lookups.submit("a", lookup(1), pool.ask)
+    until(lambda: pool.asked)
+    lookups.forget("a")
+    lookups.submit("b", small(2), pool.ask)
+    pool.open.set()
+    assert [asker for asker, _ in answers(lookups, 1)] == ["b"]
+    assert pool.asked == [ROUNDS[0], ((0, 1),)]
 
 
 # --- calls that cannot be interrupted -------------------------------------------------------------------------------

@@ -8,7 +8,10 @@ from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
 from kvcore.keys import Namespace
-from kvcore.request import KVRequest, Lookup, Offer, State
+from kvcore.memory import Experience
+from kvcore.plans import Lookup, Offer
+from kvcore.ports import StoreOutcome
+from kvcore.request import KVRequest, State
 from tests.kvcore.attention_oracle import as_blocks
 
 NUM_RANKS = 2
@@ -17,14 +20,14 @@ NUM_BLOCKS = 10_000
 
 
 class Lookups:
-    """In place of the thread: questions stay until the test answers."""
+    """In place of the thread: a dialogue stays until its twin goes on."""
 
     def __init__(self):
         self.asked = []
         self.answered = []
 
-    def submit(self, asker, question, keys, patience_ns):
-        self.asked.append((asker, question, keys))
+    def submit(self, asker, lookup, ask):
+        self.asked.append((asker, lookup, ask))
 
     def take_answers(self):
         answered, self.answered = self.answered, []
@@ -52,10 +55,23 @@ class Pins:
             self.held.remove(block)
 
 
-class Half:
-    """A scheduler half of one request, and vLLM's side of it."""
+class Hashes:
+    """The chain of a request's hashes, made of what its machine calls the contents; remembers their places."""
 
-    def __init__(self, machine):
+    def __init__(self, name_of):
+        self.name_of = name_of
+        self.place_of = {}
+
+    def __getitem__(self, index):
+        block_hash = repr(self.name_of(0, index)).encode()
+        self.place_of[block_hash] = index
+        return block_hash
+
+
+class Half:
+    """A scheduler half of one request, and vLLM's side of it; `experience` is that of its engine."""
+
+    def __init__(self, machine, experience):
         from kvconnector.scheduler import KeySpace, SchedulerHalf
 
         self.sizes = [group.block_size for group in machine.planner.model.groups]
@@ -65,6 +81,7 @@ class Half:
         self.lookups, self.pins, self.closed = Lookups(), Pins(), []
         keys = KeySpace(Namespace("mirror"), self.unit, NUM_RANKS)
         self.scheduler = SchedulerHalf(machine.planner, machine.policy, keys, self.lookups, self.clock)
+        self.scheduler._experience = experience
         self.scheduler.bind_gpu_block_pool(self.pins)
         self.scheduler.on_closed = lambda request, twin: self.closed.append(twin)
         self.request = SimpleNamespace(
@@ -72,34 +89,47 @@ class Half:
             num_prompt_tokens=machine.num_prompt_tokens,
             num_tokens=machine.num_prompt_tokens,
             num_computed_tokens=0,
-            block_hashes=[index.to_bytes(4, "big") for index in range(NUM_BLOCKS)],
+            block_hashes=Hashes(machine.name_of),
         )
         self.told = False
-        self.questions = {}
+        self.lookups_by_ticket = {}
         self.jobs = {}
 
     def block_ids(self):
         return tuple(range(group * NUM_BLOCKS + 1, (group + 1) * NUM_BLOCKS) for group in range(len(self.sizes)))
 
-    def expect_question(self, lookup):
-        """Exactly the keys of this question: every block at every rank."""
+    def expect_lookup(self, lookup):
+        """A dialogue that begins with the same question and has the same deadline, or none."""
         asked, self.lookups.asked = self.lookups.asked, []
         assert len(asked) == (lookup is not None and 1)
-        if lookup is None:
-            return
-        ((asker, question, keys),) = asked
-        assert [self.block_of(key) for key in keys[::NUM_RANKS]] == self.listed(lookup.blocks)
-        assert [key.rank for key in keys] == list(range(NUM_RANKS)) * (len(keys) // NUM_RANKS)
-        self.questions[lookup.ticket] = question, keys, asker
+        if lookup is not None:
+            ((_, twin, _),) = asked
+            assert (twin.dialogue.question, twin.deadline_ns) == (lookup.dialogue.question, lookup.deadline_ns)
+            self.lookups_by_ticket[lookup.ticket] = asked[0]
 
-    def answer(self, ticket, present, now_ns):
-        """A block that is not there lacks the shard of one rank. Answers are taken whenever a request is considered."""
-        question, keys, asker = self.questions[ticket]
+    def round(self, ticket, question, present):
+        """The connector puts the same question: every block at every rank, of which some lack the shard of one."""
+        _, twin, ask = self.lookups_by_ticket[ticket]
+        assert twin.dialogue.question == question
         there = set(self.listed(present))
-        found = [self.block_of(key) in there or key.rank != sum(self.block_of(key)) % NUM_RANKS for key in keys]
-        self.lookups.answered.append((asker, question, found))
-        self.now_ns = now_ns
-        other = SimpleNamespace(request_id="other", num_prompt_tokens=1, num_tokens=1)
+
+        def exists(keys, deadline_ns):
+            assert deadline_ns == twin.deadline_ns
+            assert [self.block_of(key) for key in keys[::NUM_RANKS]] == self.listed(question)
+            assert [key.rank for key in keys] == list(range(NUM_RANKS)) * (len(keys) // NUM_RANKS)
+            return [self.outcome(key, there) for key in keys]
+
+        twin.dialogue.answered(ask(SimpleNamespace(exists=exists), twin.dialogue.question, twin.deadline_ns))
+
+    def outcome(self, key, there):
+        found = self.block_of(key) in there or key.rank != sum(self.block_of(key)) % NUM_RANKS
+        return StoreOutcome.OK if found else StoreOutcome.MISSING
+
+    def end_lookup(self, ticket):
+        """Ends are noticed whenever a request is considered."""
+        asker, twin, _ = self.lookups_by_ticket[ticket]
+        self.lookups.answered.append((asker, twin))
+        other = SimpleNamespace(request_id="other", num_prompt_tokens=1, num_tokens=1, block_hashes=[])
         assert self.scheduler.get_num_new_matched_tokens(other, 0) == (0, False)
 
     def expect_plans(self, load, store, scheduled=MappingProxyType({})):
@@ -137,19 +167,35 @@ class Half:
 
     def block_of(self, named):
         """(group, position) of what carries a group and the hash at the block's end."""
-        last = int.from_bytes(named.block_hash, "big")
+        last = self.request.block_hashes.place_of[named.block_hash]
         return named.group, (last + 1) * self.unit // self.sizes[named.group] - 1
 
     def listed(self, blocks):
         return [(group, position) for group, runs in enumerate(blocks) for position in sorted(as_blocks(runs))]
 
 
-class Mirror(KVRequest):
-    """The machine under one driver; `half` is the other."""
+class Dialogue:
+    """The machine's own, whose rounds the connector takes part in."""
 
-    def __init__(self, planner, policy, num_prompt_tokens):
-        super().__init__(planner, policy, num_prompt_tokens)
-        self.half = Half(self)
+    def __init__(self, ticket, dialogue, half):
+        self.ticket, self.dialogue, self.half = ticket, dialogue, half
+
+    def __getattr__(self, name):
+        return getattr(self.dialogue, name)
+
+    def answered(self, present):
+        self.half.round(self.ticket, self.dialogue.question, present)
+        self.dialogue.answered(present)
+
+
+class Mirror(KVRequest):
+    """The machine under one driver; `half` is the other, of an engine that has learnt `twin`."""
+
+    half_type = Half
+
+    def __init__(self, planner, policy, num_prompt_tokens, *learning, twin=None):
+        super().__init__(planner, policy, num_prompt_tokens, *learning)
+        self.half = self.half_type(self, twin or Experience())
 
     def consider(self, local_hit_len, num_tokens, now_ns):
         answer = super().consider(local_hit_len, num_tokens, now_ns)
@@ -158,37 +204,44 @@ class Mirror(KVRequest):
         reply = self.half.scheduler.get_num_new_matched_tokens(self.half.request, local_hit_len)
         offer = answer.num_tokens if isinstance(answer, Offer) else None
         assert reply == (offer, bool(offer))
-        self.half.expect_question(answer if isinstance(answer, Lookup) else None)
+        self.half.expect_lookup(answer if isinstance(answer, Lookup) else None)
+        if isinstance(answer, Lookup):
+            return replace(answer, dialogue=Dialogue(answer.ticket, answer.dialogue, self.half))
         return answer
 
-    def lookup_answered(self, ticket, present, now_ns):
-        super().lookup_answered(ticket, present, now_ns)
-        self.half.answer(ticket, present, now_ns)
+    def lookup_answered(self, ticket, now_ns):
+        super().lookup_answered(ticket, now_ns)
+        self.half.now_ns = now_ns
+        self.half.end_lookup(ticket)
 
-    def granted(self, num_tokens):
-        load = super().granted(num_tokens)
+    def granted(self, num_tokens, now_ns):
+        load = super().granted(num_tokens, now_ns)
+        self.half.now_ns = now_ns
         blocks = SimpleNamespace(get_block_ids=self.half.block_ids)
         self.half.scheduler.update_state_after_alloc(self.half.request, blocks, num_tokens)
         self.half.expect_plans(load, None)
         return load
 
-    def load_finished(self, ticket, failed):
-        valid_len = super().load_finished(ticket, failed)
+    def load_finished(self, ticket, failed, now_ns):
+        valid_len = super().load_finished(ticket, failed, now_ns)
+        self.half.now_ns = now_ns
         self.half.end_job(ticket, failed)
         if valid_len == 0 and self.state is State.WAITING:  # the engine looks at the others first
             assert self.half.scheduler.get_num_new_matched_tokens(self.half.request, 0) == (None, False)
         self.compare()
         return valid_len
 
-    def computed(self, num_tokens):
-        store = super().computed(num_tokens)
+    def computed(self, num_tokens, now_ns):
+        store = super().computed(num_tokens, now_ns)
+        self.half.now_ns = now_ns
         self.half.request.num_computed_tokens = num_tokens - 1
         self.half.request.num_tokens = max(self.half.request.num_tokens, num_tokens)
         self.half.expect_plans(None, store, {self.half.request.request_id: 1})
         return store
 
-    def store_finished(self, ticket, rejected):
-        super().store_finished(ticket, rejected)
+    def store_finished(self, ticket, rejected, now_ns):
+        super().store_finished(ticket, rejected, now_ns)
+        self.half.now_ns = now_ns
         self.half.end_job(ticket, rejected)
         self.compare()
 
@@ -196,8 +249,9 @@ class Mirror(KVRequest):
         super().preempted()
         self.half.request.num_computed_tokens = 0
 
-    def finished(self, num_tokens):
-        store = super().finished(num_tokens)
+    def finished(self, num_tokens, now_ns):
+        store = super().finished(num_tokens, now_ns)
+        self.half.now_ns = now_ns
         self.half.request.num_computed_tokens = num_tokens
         self.half.request.num_tokens = max(self.half.request.num_tokens, num_tokens + 1)
         self.half.scheduler.request_finished(self.half.request, self.half.block_ids())

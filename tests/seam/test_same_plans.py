@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import kvsim.run
-from kvcore.request import KVRequest
+from kvcore.memory import Experience
 from kvsim.run import simulation
 from tests.kvcore.pool_world import World
 from tests.kvcore.test_request_stateful import Interleavings
@@ -20,25 +20,20 @@ SEARCH = settings(
 )  # fmt: skip
 
 
-@pytest.fixture
-def mirrored(monkeypatch):
-    """Every request of a simulation is mirrored."""
-    made = []
-
-    def make(planner, policy, num_prompt_tokens):
-        made.append(Mirror(planner, policy, num_prompt_tokens))
-        return made[-1]
-
-    monkeypatch.setattr(kvsim.run, "KVRequest", make)
-    return made
-
-
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(engine=ENGINES, asks=ASKS)
-def test_the_simulator_and_the_connector_make_the_same_plans(mirrored, engine, asks):
-    mirrored.clear()
-    simulation(scenario_of(engine, "pool-16"), trace_of(asks)).run()
-    assert all(machine.half.closed for machine in mirrored), "both drivers have reported every plan"
+def test_the_simulator_and_the_connector_make_the_same_plans(engine, asks):
+    made, twins = [], {}
+
+    def mirrored(planner, policy, num_prompt_tokens, experience, name_of):
+        twin = twins.setdefault(id(experience), Experience())
+        made.append(Mirror(planner, policy, num_prompt_tokens, experience, name_of, twin=twin))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvsim.run, "KVRequest", mirrored)
+        simulation(scenario_of(engine, "pool-16"), trace_of(asks)).run()
+    assert all(machine.half.closed for machine in made), "both drivers have reported every plan"
 
 
 class MirroredWorld(World):
@@ -55,9 +50,16 @@ def test_any_interleaving_gives_the_connector_the_same_plans():
 class OneRankIsEnough(Half):
     """Takes a block for present when one of its shards is."""
 
-    def answer(self, ticket, present, now_ns):
-        asked = self.questions[ticket][0].blocks
-        super().answer(ticket, asked, now_ns)
+    def round(self, ticket, question, present):
+        super().round(ticket, question, question)
+
+
+class AsksOnce(Half):
+    """Ends a dialogue after its first round."""
+
+    def round(self, ticket, question, present):
+        if self.lookups_by_ticket[ticket][1].dialogue.rounds == 0:
+            super().round(ticket, question, present)
 
 
 class ForgetsFailures(Half):
@@ -67,13 +69,9 @@ class ForgetsFailures(Half):
         super().end_job(ticket, ((),) * len(failed))
 
 
-@pytest.mark.parametrize("half", [OneRankIsEnough, ForgetsFailures])
+@pytest.mark.parametrize("half", [OneRankIsEnough, AsksOnce, ForgetsFailures])
 def test_a_driver_that_tells_something_else_is_found(half):
-    class Broken(Mirror):
-        def __init__(self, planner, policy, num_prompt_tokens):
-            KVRequest.__init__(self, planner, policy, num_prompt_tokens)
-            self.half = half(self)
-
-    world = type("BrokenWorld", (World,), {"machine": Broken})
+    broken = type("BrokenMirror", (Mirror,), {"half_type": half})
+    world = type("BrokenWorld", (World,), {"machine": broken})
     with pytest.raises(AssertionError):
         run_state_machine_as_test(type("Broken", (Interleavings,), {"world_type": world}), settings=SEARCH)
