@@ -3,6 +3,7 @@
 Each example is given to mode `exact`, to mode `engine` and, where it is installed, to vLLM.
 """
 
+import re
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,6 +14,7 @@ from kvcore import masks as exact_masks
 from kvcore.engine import hit as engine_hits
 from kvcore.engine import masks as engine_masks
 from kvcore.engine.model import VLLM_0_33, EngineModel, Side
+from kvcore.errors import InvalidArgument
 from kvcore.runs import from_blocks
 from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, Recurrent, SlidingWindow
 from kvcore.tails import cover
@@ -27,6 +29,7 @@ from tests.differential.vllm_models import (
     random_presence,
     subjects,
 )
+from tests.support import PROJECT
 
 # -- hits -------------------------------------------------------------------------------------------------------------
 
@@ -148,6 +151,16 @@ MASKS = {
     "a draft head of states alone moves the prompt's boundary": Masks(
         model(Window(4, 5), State(4), drafts=[1]), 12, (".x.", "..."), ("x..", "..."), (0, 11)
     ),
+    "where hits end inside blocks, the connector keeps tails of windows at whole units": Masks(
+        model(State(8), Window(4, 5), hash_unit=4, hit_unit=4), 16, ("..", None), ("..", ".x.x"), (None, 17)
+    ),
+    "where hits end inside blocks, a draft head's prompt ends a whole unit lower": Masks(
+        model(State(8), Window(4, 5), drafts=[1], hash_unit=4, hit_unit=4),
+        24,
+        ("...", "....xx"),
+        ("...", "...xx."),
+        (0, 25),
+    ),
     "an all-True list where every block is kept": Masks(model(Window(4, 9)), 8, (None,), ("xx",), (0, 9)),
 }
 
@@ -210,6 +223,53 @@ def test_masks_differ(name):
 def test_vllm_masks_as_mode_engine(name):
     example = MASKS[name]
     assert vllm_picture(example) == engine_picture(example, installed_rules())
+
+
+# -- loads and refusals -----------------------------------------------------------------------------------------------
+
+LOADS = {
+    "a window of one token loads a block": (model(Full(4), Window(4, 1)), 8, ("xx", ".."), ("xx", ".x")),
+    "extra retained tokens are not loaded": (model(Full(4), Window(4, 5, 4)), 12, ("xxx", ".xx"), ("xxx", "..x")),
+}
+
+
+def needed_picture(subject, length):
+    """What mode `exact` needs of a hit."""
+    return tuple(
+        "".join(".x"[start <= block < end] for block in range(length // spec.block_size))
+        for spec in subject.groups
+        for start, end in [spec.needed_blocks(length)]
+    )
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_loads_differ(name):
+    subject, length, exact, engine = LOADS[name]
+    assert needed_picture(subject, length) == exact
+    assert picture(engine_masks.load_mask(EngineModel(subject, Side.POOL), length)) == engine
+
+
+REFUSED = {
+    "chunked local attention with a draft head": model(Full(4), Chunk(4, 8), drafts=[1]),
+    "chunked local attention with blocks of several sizes": model(Full(8), Chunk(4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_engine_refuses(name):
+    everything = presence_of(REFUSED[name], 17, [set(range(4)) for _ in range(2)])
+    assert exact_hit_len(REFUSED[name], everything) > 0
+    with pytest.raises(InvalidArgument, match="vLLM refuses"):
+        EngineModel(REFUSED[name])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", REFUSED)
+def test_vllm_fails_where_mode_engine_refuses(name):
+    subject = REFUSED[name]
+    everything = presence_of(subject, 17, [set(range(4)) for _ in range(2)])
+    with pytest.raises(AssertionError, match="chunked local attention"):
+        gpu_hit_len(gpu_coordinator(as_told(subject)), subject, everything, 16)
 
 
 # -- no others --------------------------------------------------------------------------------------------------------
@@ -299,6 +359,20 @@ def test_split_blocks_only_shorten_the_engine_s_hit():
     assert shorter > 100
 
 
+@pytest.mark.slow
+def test_no_other_difference_of_loads():
+    count = 0
+    for rng, subject in subjects(Side.POOL, 5_000, 24):
+        engine, model = EngineModel(subject.model, Side.POOL, VLLM_0_33), subject.model
+        for length in (rng.randint(0, 12) * model.hit_step for _ in range(5)):
+            for spec, mask in zip(model.groups, engine_masks.load_mask(engine, length), strict=True):
+                if not isinstance(spec, SlidingWindow) or spec.window + spec.extra_retained_tokens > 1:
+                    start, end = spec.needed_blocks(length)
+                    assert mask == [False] * start + [True] * (end - start), (model, length)
+                    count += 1
+    assert count >= 20_000
+
+
 def mask_pairs(rules, num_models):
     """(case, exact's, engine's) per group: asked, and kept under a random retention."""
     for rng, subject in subjects(Side.POOL, num_models, 23):
@@ -342,3 +416,12 @@ def test_control_retained_tokens_of_vllm_0_32_are_not_part_of_it():
         engine_masks.store_mask(EngineModel(example.model, Side.POOL), 16, 0, None, 17),
     )
     assert not is_part_of(masks[0][1], masks[1][1])
+
+
+# -- the document -----------------------------------------------------------------------------------------------------
+
+
+def test_the_document_lists_every_example():
+    text = (PROJECT / "docs" / "DIFFERENCES.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
+    assert listed == {*HITS, *MASKS, *LOADS, *REFUSED}

@@ -7,7 +7,7 @@ import pytest
 
 from kvcore.engine import masks
 from kvcore.engine.masks import cached_len, load_mask, lookup_mask, store_mask, store_runs
-from kvcore.engine.model import EngineModel, Side, window_blocks
+from kvcore.engine.model import EngineModel, Side, hits_end_inside_blocks, window_blocks
 from tests.differential.vllm_models import (
     block_hashes,
     cacheable,
@@ -15,6 +15,7 @@ from tests.differential.vllm_models import (
     gpu_coordinator,
     pool_coordinator,
     subjects,
+    vllm_groups,
 )
 
 pytestmark = pytest.mark.engine
@@ -135,6 +136,33 @@ def vllm_keeps(coordinator, pool, starts, computed, retention, num_prompt, junct
 
 
 RELATIONS = {"load": load_answers, "lookup": lookup_answers, "store": store_answers, "GPU": gpu_answers}
+
+
+def boundary_answers(num_models):
+    """Whether hits end inside blocks, of the groups of random models under random hash units."""
+    from vllm.v1.core.kv_cache_utils import partial_hash_hits_enabled
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    for rng, subject in subjects(Side.GPU, num_models * LENGTHS, 13):
+        ranks, unit = subject.context_parallel_size, rng.choice((subject.model.hashed_step, rng.randint(1, 8)))
+        groups = vllm_groups(subject, scaled=False)
+        classes = [KVCacheSpecRegistry.get_manager_class(group.kv_cache_spec) for group in groups]
+        theirs = partial_hash_hits_enabled(groups, unit, ranks, classes)
+        yield (subject.model, unit, ranks), hits_end_inside_blocks(subject.model.groups, unit, ranks), theirs
+
+
+def test_hits_end_where_vllm_s_do():
+    """Units that divide no block as well: the engine's rule does not look at that."""
+    inside = 0
+    for case, ours, theirs in boundary_answers(NUM_MODELS):
+        assert ours == theirs, case
+        inside += theirs
+    assert inside > 1_000
+
+
+def test_control_another_rule_for_hits_inside_blocks_differs(monkeypatch):
+    monkeypatch.setitem(globals(), "hits_end_inside_blocks", lambda groups, unit, ranks: ranks == 1)
+    assert any(ours != theirs for _, ours, theirs in boundary_answers(50))
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
