@@ -120,9 +120,10 @@ def _block_range(group: GroupSpec, start_len: int, end_len: int) -> Run:
 
 def _mask(runs: Runs, run: Run) -> Mask:
     start, end = run
-    if runs == normalize((run,)):
+    inside = intersect(runs, (run,))
+    if inside == normalize((run,)):
         return None
     mask = [False] * (end - start)
-    for first, last in intersect(runs, ((start, end),)):
+    for first, last in inside:
         mask[first - start : last - start] = [True] * (last - first)
     return mask

@@ -5,6 +5,7 @@ be there when token `t` is computed. A later token reads nothing more of the pas
 the first one decides.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,10 +53,11 @@ class State:
 
 @dataclass(frozen=True)
 class Group:
-    """Attention over blocks of `block_size` tokens."""
+    """Attention over blocks of `block_size` tokens; a hit counts when the `margin` tokens after it are there too."""
 
     attention: Full | Window | Chunked | State
     block_size: int
+    margin: int = 0
 
     def needed(self, prefix_len):
         """Blocks with a token that token `prefix_len` reads; also its own block, if that was begun before it.
@@ -66,6 +68,13 @@ class Group:
         if prefix_len % self.block_size:
             blocks.add(prefix_len // self.block_size)
         return blocks
+
+    def proof(self, prefix_len):
+        """What a hit of this length needs; one of nothing needs nothing."""
+        if not prefix_len:
+            return set()
+        following = range(prefix_len, prefix_len + self.margin)
+        return self.needed(prefix_len) | {token // self.block_size for token in following}
 
     @cached_property
     def by_position(self):
@@ -85,11 +94,25 @@ class Oracle:
     def boundary(self, length):
         return all(length % group.block_size == 0 for group in self.groups)
 
+    @cached_property
+    def margin(self):
+        return max(group.margin for group in self.groups)
+
+    @cached_property
+    def step(self):
+        return math.lcm(*(group.block_size for group in self.groups))
+
     def last_boundary(self, limit):
         return next(length for length in range(max(limit, 0), -1, -1) if self.boundary(length))
 
+    def limit(self, num_tokens):
+        """A token is left to compute, and all that a hit needs is hashed: the whole hash units of the sequence."""
+        unit = math.gcd(*(group.block_size for group in self.groups))
+        hashed_len = num_tokens // unit * unit
+        return self.last_boundary(min(num_tokens - 1, hashed_len - self.margin))
+
     def resumable(self, length, present):
-        return all(group.needed(length) <= blocks for group, blocks in zip(self.groups, present, strict=True))
+        return all(group.proof(length) <= blocks for group, blocks in zip(self.groups, present, strict=True))
 
     def hit_len(self, present, limit):
         lengths = range(max(limit, 0), -1, -1)
@@ -101,15 +124,21 @@ class Oracle:
     def lookup(self, low, high):
         """Per group, blocks that some hit in (low, high] needs."""
         lengths = [length for length in range(low + 1, high + 1) if self.boundary(length)]
-        return tuple(set().union(*(group.needed(length) for length in lengths)) for group in self.groups)
+        return tuple(set().union(*(group.proof(length) for length in lengths)) for group in self.groups)
 
     def kept(self, length, retention, num_prompt):
         """Whether a writer keeps this length resumable."""
         if length <= 0 or not self.boundary(length):
             return False
-        if retention is None or length == self.last_boundary(num_prompt - 1):
+        if retention is None or length in self.replayed(num_prompt):
             return True
         return retention > 0 and length % retention == 0
+
+    def replayed(self, num_prompt):
+        """Where the engine resumes the same prompt and, with a draft head, which costs a step of hits, a longer one."""
+        if not self.margin:
+            return {self.last_boundary(num_prompt - 1)}
+        return {self.last_boundary(length) - self.step for length in (num_prompt - 1, num_prompt)}
 
     def store(self, ranges, retention, num_prompt, horizon):
         """Per group, the blocks of [first, end) that a kept boundary needs, or that all longer sequences need."""
@@ -123,12 +152,18 @@ class Oracle:
             return set()
         if group.reads_everything:
             return blocks
-        return blocks & set().union(*(group.needed(length) for length in lengths))
+        return blocks & set().union(*(group.proof(length) for length in lengths))
 
 
 def oracle_of(model):
-    """The mask of each group of a model, from its parameters."""
-    return Oracle(tuple(Group(attention_of(spec), spec.block_size) for spec in model.groups))
+    """The mask of each group of a model, from its parameters. Groups of one spec are drafts together."""
+    drafts = {model.groups[group] for group in model.eagle_groups}
+    return Oracle(
+        tuple(
+            Group(attention_of(spec), spec.block_size, spec.block_size * (spec in drafts and spec.drafts))
+            for spec in model.groups
+        )
+    )
 
 
 def attention_of(spec):
@@ -208,18 +243,22 @@ def specs(draw):
     if kind == "window":
         return SlidingWindow(block_size, draw(st.integers(1, 20)), draw(st.sampled_from((0, 0, 1, 5))))
     if kind == "chunked":
-        return ChunkedLocal(block_size, block_size * draw(st.integers(1, 5)))
+        return ChunkedLocal(block_size, draw(st.one_of(st.integers(1, 5).map(block_size.__mul__), st.integers(1, 20))))
     return FullAttention(block_size) if kind == "full" else Recurrent(block_size)
 
 
-def models(max_groups=4):
-    return st.lists(specs(), min_size=1, max_size=max_groups).map(lambda groups: ModelSpec(tuple(groups)))
+@st.composite
+def models(draw, max_groups=4):
+    """In a third of the cases some groups are of draft layers."""
+    groups = tuple(draw(st.lists(specs(), min_size=1, max_size=max_groups)))
+    drafts = st.sets(st.sampled_from(range(len(groups))), min_size=1, max_size=2)
+    return ModelSpec(groups, draw(st.one_of(st.just(()), st.just(()), drafts).map(frozenset)))
 
 
 @st.composite
 def presences(draw, model, num_tokens):
     """Per group, a set of blocks: all, none, a prefix, a tail, what some boundaries need, less a few lost ones."""
-    oracle = oracle_of(model)
+    oracle = model if isinstance(model, Oracle) else oracle_of(model)
     return tuple(draw(_presence(group, num_tokens)) for group in oracle.groups)
 
 
