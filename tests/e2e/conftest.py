@@ -1,8 +1,10 @@
 """Real engines on one real pool, started once for all tests of a model: starting an engine takes ten seconds."""
 
+import contextlib
 import json
 import os
 import random
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from tests.e2e.processes import Engine, Master, SegmentOwner
 from tests.e2e.tiny_model import write_tiny_model
 
-LOOKUP_DEADLINE_S = 2  # generous, because here engine and lookup share one interpreter and two cores
+LOOKUP_DEADLINE_S = 5  # generous, because here engine and lookup share one interpreter and two cores
 CONNECTOR = {
     "name": "KVTwinConnector",
     "module": "kvconnector.connector",
@@ -21,10 +23,14 @@ CONNECTOR = {
 class Pool:
     """A master and the memory lent to it; both can be killed and come back."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.master = Master(folder)
-        self.owner = SegmentOwner(self.master, folder)
+    def __init__(self, folder, segment_bytes=256 << 20, flags=()):
+        self.folder, self.segment_bytes = folder, segment_bytes
+        self.master = Master(folder, flags)
+        self.lend()
+
+    def lend(self):
+        """Give the store the memory that it lives in."""
+        self.owner = SegmentOwner(self.master, self.folder, self.segment_bytes)
 
     def environment(self):
         """What an engine needs to find the pool."""
@@ -43,6 +49,33 @@ class Pool:
         )
         return {"MOONCAKE_CONFIG_PATH": str(path)}
 
+    @contextlib.contextmanager
+    def client(self):
+        """A client of the store in the tests' own process."""
+        from mooncake.store import MooncakeDistributedStore
+
+        client = MooncakeDistributedStore()
+        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", self.master.address) == 0
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def empty(self):
+        """Remove everything that is stored."""
+        with self.client() as client:
+            client.remove_all(True)
+        assert not self.master.stored_keys()
+
+    def evict(self, keys):
+        """Store other things until the master has evicted all the keys to make room."""
+        deadline = time.monotonic() + 40
+        with self.client() as client:
+            while keys & set(self.master.stored_keys()):
+                assert time.monotonic() < deadline, "the master evicts nothing"
+                for _ in range(64):
+                    client.put(f"filler {time.monotonic_ns()}", bytes(64 << 10))
+
     def kill(self):
         self.owner.kill()
         self.master.kill()
@@ -50,13 +83,14 @@ class Pool:
     def start(self):
         """Come back, empty, at the same address."""
         self.master.start()
-        self.owner = SegmentOwner(self.master, self.folder)
+        self.lend()
 
 
 @dataclass
 class Engines:
     """`plain` has no connector: what it computes is right. `writer` and `reader` share the pool."""
 
+    model: str
     pool: Pool
     plain: Engine
     writer: Engine
@@ -98,10 +132,67 @@ def engines(request, pool, tmp_path_factory):
         # The first one compiles for all; the others start together.
         plain = start("plain", None).ready()
         writer, reader = start("writer", CONNECTOR), start("reader", CONNECTOR)
-        yield Engines(pool, plain, writer.ready(), reader.ready())
+        yield Engines(model, pool, plain, writer.ready(), reader.ready())
     finally:
         for engine in started:
             engine.kill()
+
+
+@dataclass
+class Cramped:
+    """An engine that computes 128 tokens a step, with room for 2 to 4 prompts, on a pool for about 20 of 700 tokens."""
+
+    pool: Pool
+    engine: Engine
+
+    def generate(self, prompts, max_tokens=16):
+        """Without what the engine has cached itself; when this returns, all stores have ended and no block is held."""
+        assert self.engine.call("reset_local")
+        free_blocks = self.engine.call("free_blocks")
+        answer = self.engine.generate(prompts, max_tokens)
+        self.engine.call("settle")
+        assert self.engine.call("free_blocks") == free_blocks
+        return answer
+
+
+@pytest.fixture(scope="session")
+def cramped_and_used(engines, tmp_path_factory):
+    """Found through the plugin's entry point, and scheduled asynchronously, as engines on GPUs are.
+
+    The pool evicts only when it is full, and what has not been asked for in two seconds. With leases that are shorter
+    than a slow machine takes for a get, loads would fail.
+    """
+    folder = tmp_path_factory.mktemp("cramped")
+    flags = ("--default_kv_lease_ttl=2000", "--eviction_high_watermark_ratio=1")
+    pool = Pool(folder, segment_bytes=16 << 20, flags=flags)
+    config = {
+        "model": engines.model,
+        "connector": {
+            "name": CONNECTOR["name"],
+            "module": None,
+            "extra": {**CONNECTOR["extra"], "load_deadline_ms": 60_000},
+        },
+        "options": {
+            "num_gpu_blocks_override": 48,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 128,
+            "max_num_seqs": 8,
+        },
+        "forced": {"scheduler_config": {"async_scheduling": True}},
+    }
+    engine = Engine(config, folder / "engine.log", pool.environment())
+    try:
+        yield Cramped(pool, engine.ready())
+    finally:
+        engine.kill()
+        pool.kill()
+
+
+@pytest.fixture
+def cramped(cramped_and_used):
+    """With an empty pool: what other tests stored there takes no room."""
+    cramped_and_used.pool.empty()
+    return cramped_and_used
 
 
 @pytest.fixture

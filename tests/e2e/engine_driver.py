@@ -1,11 +1,13 @@
 """One real engine in this process, driven by JSON lines: a command on stdin, its answer on stdout, until stdin ends.
 
-The first line is the engine's configuration: {"model", "connector": null | {"name", "module", "extra"}, "options"}.
+The first line is the engine's configuration: {"model", "connector": null | {"name", "module", "extra"}, "options",
+"forced"}; what is forced is set after vLLM's platform has had its say, by section and name of its configuration.
 A command is {"op": NAME, ...} with NAME one of `COMMANDS`; the answer is {"ok": ...} or {"error": traceback}.
 """
 
 import json
 import os
+import random
 import sys
 import time
 import traceback
@@ -19,6 +21,7 @@ class Driver:
     def __init__(self, config):
         from vllm import LLM
 
+        force(config.get("forced", {}))
         arguments = {
             "model": config["model"],
             "enforce_eager": True,
@@ -40,13 +43,14 @@ class Driver:
             }
         self.llm = LLM(**arguments)
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        self.computed = {}
+        self.computed, self.num_preemptions = {}, 0
         self._count_computed_tokens()
-        self.gets = []
-        self.fault = None
+        self._count_preemptions()
+        self.gets, self.faults = [], {}
         self.decided = []
         if connector and connector["name"] == "KVTwinConnector":
-            self._intercept_gets()
+            self._intercept("get", self.gets)
+            self._intercept("put", [])
             self.scheduler.connector._scheduler.on_closed = self._record_decisions
 
     def _count_computed_tokens(self):
@@ -60,36 +64,52 @@ class Driver:
 
         self.scheduler.schedule = counted
 
-    def _intercept_gets(self):
-        """Record the keys of every get, and let `break_gets` decide what becomes of it."""
+    def _count_preemptions(self):
+        preempt = self.scheduler._preempt_request
+
+        def counted(*args, **kwargs):
+            self.num_preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = counted
+
+    def _intercept(self, operation, calls):
+        """Record the keys of every get or put, and let `break_gets` or `break_puts` decide what becomes of it."""
         from kvconnector.store import MooncakeStore
 
         from kvcore.ports import StoreOutcome
 
-        get, gets = MooncakeStore.get, self.gets
+        move = getattr(MooncakeStore, operation)
 
         def intercepted(store, keys, buffers, deadline_ns):
-            gets.append([list(key[1:3]) for key in keys])
-            fault = self.fault or {}
+            calls.append([list(key[1:3]) for key in keys])
+            fault = self.faults.get(operation) or {}
             time.sleep(fault.get("delay_s", 0))
+            while fault.get("hold") and self.faults.get(operation) is fault:
+                time.sleep(0.002)
             hit = fault.get("entries") or range(len(keys))
             if fault.get("remove"):
                 store.remove([keys[index] for index in hit], deadline_ns)
-            outcomes = get(store, keys, buffers, deadline_ns)
+            outcomes = move(store, keys, buffers, deadline_ns)
             for index in hit if "outcome" in fault else ():
                 outcomes[index] = StoreOutcome(fault["outcome"])
             return outcomes
 
-        MooncakeStore.get = intercepted
+        setattr(MooncakeStore, operation, intercepted)
 
     def break_gets(self, fault):
         """From now on gets have a fault, or with None no more.
 
         {"remove": true} removes their keys from the pool right before; {"outcome": NAME} replaces their outcomes;
-        {"entries": [index, ...]} limits either to some of a get's keys; {"delay_s": S} delays them.
+        {"entries": [index, ...]} limits either to some of a get's keys; {"delay_s": S} delays them;
+        {"hold": true} lets none go on until the next call of this.
         """
-        self.fault = fault
+        self.faults["get"] = fault
         self.gets.clear()
+
+    def break_puts(self, fault):
+        """The same for puts."""
+        self.faults["put"] = fault
 
     def take_gets(self):
         """[group, rank] of the keys of each get since `break_gets`."""
@@ -97,17 +117,15 @@ class Driver:
 
     def generate(self, prompts, max_tokens):
         """Greedy tokens per prompt (lists of token ids), and for the batch: wall time, tokens computed, hits."""
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         self.computed.clear()
-        start = time.perf_counter()
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        num_preemptions, start = self.num_preemptions, time.perf_counter()
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(max_tokens), use_tqdm=False)
         return {
             "wall_s": time.perf_counter() - start,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
             "computed": sum(self.computed.values()),
+            "preemptions": self.num_preemptions - num_preemptions,
         }
 
     def _record_decisions(self, request, machine):
@@ -136,27 +154,94 @@ class Driver:
         decided, self.decided = self.decided, []
         return decided
 
+    def begin_load(self, prompt, max_tokens=16):
+        """Step until the prompt's load has begun; the id of its request, for `finish`."""
+        before = len(self.gets)
+        (request_id,) = self._begin([prompt], max_tokens)
+        while len(self.gets) == before:
+            assert self.llm.llm_engine.has_unfinished_requests(), "finished without a load"
+            self.llm.llm_engine.step()
+        return request_id
+
+    def finish(self, request_id):
+        """The tokens of the request that was begun."""
+        return self._finish([request_id])[0]
+
     def abort_while_loading(self, prompt):
         """Abort a request once its load has begun, and step until everything has been reported."""
-        from vllm import SamplingParams
-
-        engine, request_id, before = self.llm.llm_engine, f"aborted {time.monotonic_ns()}", len(self.gets)
-        engine.add_request(request_id, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4, detokenize=False))
-        while len(self.gets) == before:
-            assert engine.has_unfinished_requests(), "finished without a load"
-            engine.step()
-        engine.abort_request([request_id])
+        self.llm.llm_engine.abort_request([self.begin_load(prompt)])
         self.settle()
 
-    def reset_local(self):
-        """Forget the engine's own prefix cache; the store keeps what it has."""
-        return self.llm.reset_prefix_cache()
+    def abort_storm(self, prompts, doomed, seed, max_tokens):
+        """Begin the prompts at any time, and abort the doomed ones at any time; the tokens of those that ended."""
+        engine, rng, waiting, begun = self.llm.llm_engine, random.Random(seed), list(range(len(prompts))), {}
+        doomed, tokens = set(doomed), [None] * len(prompts)
+        while waiting or engine.has_unfinished_requests():
+            if waiting and rng.random() < 0.5:
+                number = waiting.pop()
+                (begun[number],) = self._begin([prompts[number]], max_tokens)
+            aborted = [number for number in doomed & begun.keys() if rng.random() < 0.05]
+            doomed.difference_update(aborted)
+            engine.abort_request([begun[number] for number in aborted])
+            ended = {output.request_id: output for output in engine.step() if output.finished}
+            for number in begun:
+                if begun[number] in ended:
+                    tokens[number] = list(ended[begun[number]].outputs[0].token_ids)
+        return tokens
+
+    def _begin(self, prompts, max_tokens):
+        """The ids of the prompts' requests, which wait for the engine's next step."""
+        request_ids = [f"{time.monotonic_ns()} {number}" for number in range(len(prompts))]
+        for request_id, prompt in zip(request_ids, prompts, strict=True):
+            self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, greedy(max_tokens))
+        return request_ids
+
+    def _finish(self, request_ids):
+        """Step until the engine has nothing to do; the tokens of each request."""
+        outputs = {}
+        while self.llm.llm_engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in self.llm.llm_engine.step() if output.finished}
+        return [list(outputs[request_id].outputs[0].token_ids) for request_id in request_ids]
+
+    def reset_local(self, connector=False):
+        """Forget the engine's own prefix cache; unless `connector`, it goes on with what the store has."""
+        return self.llm.reset_prefix_cache(reset_connector=connector)
+
+    def reset_under_requests(self, prompts, max_tokens, after_steps, quiet):
+        """Take the blocks of all running requests away; whether that worked, and the tokens.
+
+        That is after as many steps as have computed something, and if `quiet` once no load or store is under way.
+        """
+        engine, request_ids = self.llm.llm_engine, self._begin(prompts, max_tokens)
+        while after_steps > 0:
+            self.computed.clear()
+            engine.step()
+            after_steps -= bool(self.computed)
+        while quiet and self.scheduler.connector.has_pending_push_work():
+            time.sleep(0.02)  # rather than hurry through the decode steps
+            engine.step()
+        assert self.scheduler.running, "nothing to take away"
+        try:
+            worked = self.llm.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError:  # what vLLM says when it got its blocks not back
+            worked = False
+        return worked, self._finish(request_ids)
+
+    def outcomes(self):
+        """Blocks loaded and stored so far, by outcome."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()._worker
+        return {
+            name: {outcome.value: count for outcome, count in thread.outcomes.items()}
+            for name, thread in (("load", worker._loads), ("store", worker._stores))
+        }
 
     def free_blocks(self):
         """Blocks of the engine's pool that are free."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def settle(self, patience_s=20):
+    def settle(self, patience_s=50):
         """Step until every job has been reported; the seconds it took."""
         start = time.perf_counter()
         while self.scheduler.has_requests():
@@ -168,13 +253,40 @@ class Driver:
         time.sleep(seconds)
 
 
+def force(sections):
+    """Settings that vLLM's CPU platform overrides, though the engine can do them."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_force(platform, config):
+        check(platform, config)
+        for section, settings in sections.items():
+            for name, value in settings.items():
+                setattr(getattr(config, section), name, value)
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_force)
+
+
+def greedy(max_tokens):
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
 COMMANDS = (
+    "abort_storm",
     "abort_while_loading",
+    "begin_load",
+    "finish",
     "generate",
     "reset_local",
+    "reset_under_requests",
     "free_blocks",
     "break_gets",
+    "break_puts",
     "take_gets",
+    "outcomes",
     "settle",
     "sleep",
     "decisions",

@@ -71,13 +71,9 @@ def test_many_requests_at_once(engines, prompt):
 
 def overwrite_with_noise(pool):
     """Give every object of the pool other bytes of the same length, finite as float32."""
-    from mooncake.store import MooncakeDistributedStore
-
-    client = MooncakeDistributedStore()
-    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", pool.master.address) == 0
     rng = np.random.default_rng(0)
-    for key in pool.master.stored_keys():
-        size = client.get_size(key)
-        assert client.remove(key, True) == 0
-        assert client.put(key, rng.standard_normal(size // 4).astype(np.float32).tobytes()) == 0
-    client.close()
+    with pool.client() as client:
+        for key in pool.master.stored_keys():
+            size = client.get_size(key)
+            assert client.remove(key, True) == 0
+            assert client.put(key, rng.standard_normal(size // 4).astype(np.float32).tobytes()) == 0

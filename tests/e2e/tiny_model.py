@@ -25,35 +25,18 @@ def write_tiny_model(name, folder, seed=0):
 
 
 def _weights(config, rng):
-    def matrix(*shape):
-        return (rng.standard_normal(shape) * WEIGHT_STD).astype(np.float32)
+    """Norms that change nothing, and noise: under the names and in the shapes that the published models have."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    head, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
-    gemma = config["model_type"].startswith("gemma")
-    norm = np.zeros if gemma else np.ones  # Gemma's norm multiplies by 1 + weight
-    weights = {
-        "model.embed_tokens.weight": matrix(vocab, hidden),
-        "model.norm.weight": norm(hidden, np.float32),
-        "lm_head.weight": matrix(vocab, hidden),
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    neutral = np.zeros if config["model_type"].startswith("gemma") else np.ones  # Gemma's norm multiplies by 1 + weight
+    return {
+        name: neutral(tensor.shape, np.float32) if tensor.ndim == 1 else _noise(rng, tensor.shape)
+        for name, tensor in model.state_dict().items()
     }
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if gemma:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        for name in norms:
-            weights[f"{prefix}.{name}.weight"] = norm(hidden, np.float32)
-        for name in ("q_norm", "k_norm"):
-            weights[f"{prefix}.self_attn.{name}.weight"] = norm(head, np.float32)
-        for name, rows, columns in (
-            ("self_attn.q_proj", heads * head, hidden),
-            ("self_attn.k_proj", kv_heads * head, hidden),
-            ("self_attn.v_proj", kv_heads * head, hidden),
-            ("self_attn.o_proj", hidden, heads * head),
-            ("mlp.gate_proj", inner, hidden),
-            ("mlp.up_proj", inner, hidden),
-            ("mlp.down_proj", hidden, inner),
-        ):
-            weights[f"{prefix}.{name}.weight"] = matrix(rows, columns)
-    return weights
+
+
+def _noise(rng, shape):
+    return (rng.standard_normal(tuple(shape)) * WEIGHT_STD).astype(np.float32)

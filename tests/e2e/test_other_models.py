@@ -1,0 +1,60 @@
+"""Latent attention hits like the engine's own cache; a model with recurrent layers is served without hits."""
+
+import pytest
+
+from tests.e2e.conftest import CONNECTOR
+from tests.e2e.processes import Engine
+from tests.e2e.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
+
+
+@pytest.fixture
+def engine(pool, tmp_path):
+    """Starts an engine with a model of that name; its own prefix cache is on, which vLLM denies MLA on some CPUs."""
+    started = []
+
+    def start(model, **options):
+        folder = write_tiny_model(model, tmp_path / "model")
+        forced = {"cache_config": {"enable_prefix_caching": True}, "scheduler_config": {"enable_chunked_prefill": True}}
+        config = {"model": folder, "connector": CONNECTOR, "options": options, "forced": forced}
+        started.append(Engine(config, tmp_path / "engine.log", pool.environment()))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+
+
+def computed_and_hit(engine, tokens, max_tokens=40):
+    """The answers without any cache, from the engine's own, and from the pool."""
+    computed, own = engine.generate([tokens], max_tokens), engine.generate([tokens], max_tokens)
+    engine.call("settle")
+    assert engine.call("reset_local")
+    from_pool = engine.generate([tokens], max_tokens)
+    engine.call("settle")
+    return computed, own, from_pool
+
+
+def test_latent_attention_hits_like_the_engine_s_own_cache(engine, prompt):
+    """In bfloat16 a hit need not say what a recomputation says, wherever it comes from."""
+    engine = engine("dsv2", dtype="bfloat16")
+    free_blocks = engine.call("free_blocks")
+    for number in range(3):
+        computed, own, from_pool = computed_and_hit(engine, prompt(700, number))
+        assert computed["cached"] == [0]
+        assert from_pool["cached"] == own["cached"]
+        assert 640 <= own["cached"][0] < 700
+        assert from_pool["tokens"] == own["tokens"]
+    assert engine.call("free_blocks") == free_blocks
+
+
+def test_a_model_with_recurrent_layers_is_served_without_hits(engine, prompt):
+    """Their states are not stored yet."""
+    engine = engine("lfm2", block_size=128, mamba_cache_mode="align")
+    free_blocks = engine.call("free_blocks")
+    computed, own, from_pool = computed_and_hit(engine, prompt(700))
+    assert (computed["cached"], own["cached"], from_pool["cached"]) == ([0], [640], [0])
+    assert computed["tokens"] == own["tokens"] == from_pool["tokens"]
+    assert engine.call("free_blocks") == free_blocks
+    assert "no hits from the pool" in engine.process.log.read_text()
