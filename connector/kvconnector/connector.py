@@ -62,6 +62,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         pool = _joining(config.pool)
         model = ModelSpec(describe_groups(kv_cache_config))
         if role == KVConnectorRole.SCHEDULER:
+            if not all(group.positional for group in model.groups):
+                logger.warning("kvtwin: recurrent states are not stored yet: this model gets no hits from the pool")
             self._store = MooncakeStore(pool.lookup_only(), clock)
             self._lookups = LookupThread(self._store, clock)
             keys = _key_space(config, vllm_config, kv_cache_config)
