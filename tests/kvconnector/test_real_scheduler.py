@@ -280,6 +280,8 @@ def test_a_failed_load_does_not_wait_for_room_it_has_reserved_itself(engines):
     engine.lookups.answer(engine.pool)
     engine.step()
     engine.move("load", 0, fails_by(0b1))
+    engine.step()
+    engine.now_ns += 11 * 10**9  # what was denied may be asked for again
     engine.drain()
     assert (engine.decisions[-1].granted_len, engine.decisions[-1].late_misses) == (32, 1)
     assert engine.outputs["second"] == engine.outputs["first"]
