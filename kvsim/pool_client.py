@@ -124,13 +124,15 @@ class PoolClient:
         rejected = self._per_group(self._store.put, sequence, plan.blocks)
         lost = count_blocks(rejected)
         self._log.add(self._clock.now_ps, Kind.STORED, sequence.index, count_blocks(plan.blocks) - lost, lost)
-        self._engine.release(partial(self._stored, sequence, plan, pinned, rejected))
+        self._engine.release(partial(self._stored, sequence, plan, pinned, rejected, self._clock.now_ns))
 
-    def _stored(self, sequence: Sequence, plan: Store, pinned: list[Holding], rejected: GroupRuns) -> None:
+    def _stored(
+        self, sequence: Sequence, plan: Store, pinned: list[Holding], rejected: GroupRuns, ended_ns: int
+    ) -> None:
         for holding in pinned:
             self._blocks.free(holding)
         assert sequence.kv is not None
-        sequence.kv.store_finished(plan.ticket, rejected, self._clock.now_ns)
+        sequence.kv.store_finished(plan.ticket, rejected, ended_ns)
 
     def _per_group(self, call: StoreCall, sequence: Sequence, blocks: GroupRuns) -> GroupRuns:
         now_ns = self._clock.now_ns

@@ -46,6 +46,8 @@ class Step:
     """For the first time, with local and granted external hit (tokens)."""
     preempted: list[tuple[Sequence, int]] = field(default_factory=list)
     """With the computed tokens that are lost."""
+    num_stores: int = 0
+    """Plans whose bytes leave when the step ends."""
 
     def is_pure_decode(self) -> bool:
         """Every sequence computes the last token that it generated, and so generates the next one."""
@@ -134,9 +136,9 @@ class Scheduler:
         """How often the pure decode `step`, whose blocks are taken, can run before a sequence finishes or lacks blocks.
 
         At least 1. Nothing else can change by itself: whoever waits in vain now would do so in every such step. A step
-        that preempts does not consider who waits, so the next one must.
+        that preempts does not consider who waits, so the next one must; one that stores ends before the bytes leave.
         """
-        if step.preempted:
+        if step.preempted or step.num_stores:
             return 1
         steps = min(sequence.remaining_output for sequence, _, _ in step.scheduled)
         if any(self._may_lengthen(sequence, match) for sequence, match in self._in_vain):
@@ -355,7 +357,9 @@ class Scheduler:
         step.scheduled.append((sequence, before, num_new))
         self._cache(sequence, computed_len)
         if sequence.kv is not None and (before < sequence.input_len or sequence.kv.owes):
-            self._store(sequence, sequence.kv.computed(computed_len, self._now_ns))
+            store = sequence.kv.computed(computed_len, self._now_ns)
+            step.num_stores += store is not None
+            self._store(sequence, store)
         if computed_len >= sequence.num_tokens:
             self._prefilling.pop(sequence, None)
 
