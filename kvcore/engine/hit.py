@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import itemgetter
 
+from kvcore.engine.masks import lookup_runs
 from kvcore.engine.model import EngineModel, MergedGroup, window_blocks
 from kvcore.errors import require
 from kvcore.runs import intersect
@@ -51,6 +52,36 @@ def hit_len(
     if engine.alone:
         return _group_hit_len(found[0], limit, found[0].margin)
     return _agreed_len(engine, found, limit, hashed_len)
+
+
+def pool_hit_len(
+    engine: EngineModel, present: Sequence[Runs], num_tokens: int, hashed_len: int, tails: Sequence[Tails] = ()
+) -> int:
+    """What the connector's lookup answers for a sequence of `num_tokens` when the pool holds `present` and `tails`.
+
+    It asks for the aligned length only, and what it does not ask for is not there. A hit of the whole sequence is
+    looked up once more, so that a token is left to compute.
+    """
+    step = engine.model.hit_step
+    aligned_len = align_down(num_tokens, step)
+    known, known_tails = _asked(engine, present, aligned_len), [_up_to(ends, aligned_len) for ends in tails]
+    hit = hit_len(engine, known, aligned_len, hashed_len, known_tails)
+    if hit < num_tokens or not hit:
+        return hit
+    return hit_len(engine, known, align_down(num_tokens - 1, step), hashed_len, known_tails)
+
+
+def _asked(engine: EngineModel, present: Sequence[Runs], aligned_len: int) -> list[Runs]:
+    """Where hits end inside blocks, everything is asked for."""
+    ends = (((0, aligned_len // spec.block_size),) for spec in engine.specs)
+    masks = (None for _ in engine.specs) if engine.model.splits_blocks else lookup_runs(engine, aligned_len)
+    return [
+        intersect(runs, end if mask is None else mask) for runs, end, mask in zip(present, ends, masks, strict=True)
+    ]
+
+
+def _up_to(tails: Tails, length: int) -> Tails:
+    return tails[: bisect_right(tails, length)]
 
 
 def _keys(engine: EngineModel, group: MergedGroup, present: Sequence[Runs], tails: Sequence[Tails]) -> _Keys:

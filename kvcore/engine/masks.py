@@ -4,16 +4,14 @@ None means every block, as in the engine; a list can be all True too, where the 
 """
 
 from collections.abc import Iterable
-from typing import TypeAlias
 
 from kvcore.engine.model import EngineModel, Side, window_blocks
 from kvcore.errors import require
+from kvcore.masks import Mask
 from kvcore.runs import intersect, normalize
 from kvcore.spec import ChunkedLocal, FullAttention, GroupSpec, Recurrent, SlidingWindow
 from kvcore.types import Run, Runs
 from kvcore.units import align_down, align_up, div_ceil
-
-Mask: TypeAlias = "list[bool] | None"
 
 
 def load_mask(engine: EngineModel, hit_len: int) -> tuple[list[bool], ...]:
@@ -28,8 +26,15 @@ def load_mask(engine: EngineModel, hit_len: int) -> tuple[list[bool], ...]:
 
 def lookup_mask(engine: EngineModel, aligned_len: int) -> tuple[Mask, ...]:
     """Per group, whether block i in [0, aligned_len // block_size) is asked for; as if no writer were sparse."""
-    runs = tuple((0, aligned_len // spec.block_size) for spec in engine.specs)
-    return tuple(_mask(_reachable(engine, group, run, None, ()), run) for group, run in enumerate(runs))
+    asked = lookup_runs(engine, aligned_len)
+    ends = (aligned_len // spec.block_size for spec in engine.specs)
+    return tuple(_mask(runs, (0, end)) for runs, end in zip(asked, ends, strict=True))
+
+
+def lookup_runs(engine: EngineModel, aligned_len: int) -> tuple[Runs | None, ...]:
+    """Per group, the blocks of the first `aligned_len` tokens that are asked for; None: all of them."""
+    ends = (aligned_len // spec.block_size for spec in engine.specs)
+    return tuple(_reachable(engine, group, (0, end), None, ()) for group, end in enumerate(ends))
 
 
 def store_mask(

@@ -11,8 +11,8 @@ import pytest
 
 from kvcore.engine.model import Side
 from kvcore.spec import ChunkedLocal, FullAttention, Recurrent, SlidingWindow
+from tests.differential.random_models import random_model, random_presence
 from tests.differential.test_differences import exact_hit_len
-from tests.differential.vllm_models import random_model, random_presence
 from tests.kvcore.attention_oracle import Chunked, Full, State, Window
 
 pytestmark = pytest.mark.slow

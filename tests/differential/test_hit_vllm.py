@@ -6,17 +6,17 @@ import pytest
 
 from kvcore import hit as exact
 from kvcore.engine import hit
-from kvcore.engine.hit import hit_len
+from kvcore.engine.hit import hit_len, pool_hit_len
 from kvcore.engine.model import EngineModel, MergedGroup, Side, window_blocks
-from tests.differential.test_differences import agreed_len_proven_again, window_hit_len_dropped_once
+from tests.differential.random_models import random_presence, subjects
+from tests.differential.test_no_other_difference import agreed_len_proven_again, window_hit_len_dropped_once
 from tests.differential.vllm_models import (
+    connector_lookup,
     engine_of,
     gpu_coordinator,
     gpu_hit_len,
     pool_coordinator,
-    pool_hit_len,
-    random_presence,
-    subjects,
+    store_hit_len,
 )
 
 pytestmark = pytest.mark.engine
@@ -43,7 +43,7 @@ def answers(side, num_models, patterns=PATTERNS, seed=3):
             if side is Side.GPU:
                 theirs = gpu_hit_len(coordinator, model, presence, limit)
             else:
-                theirs = pool_hit_len(coordinator, subject, presence, limit)
+                theirs = store_hit_len(coordinator, subject, presence, limit)
             yield (model, presence, limit), ours, theirs
 
 
@@ -54,6 +54,32 @@ def test_hit_equals_vllm_s(side):
         assert ours == theirs, case
         hits.add(min(ours, 200))
     assert len(hits) > 80, "few different answers: the patterns are dull"
+
+
+def lookups(num_models, seed=4):
+    """(case, ours, vLLM's) of whole lookups of the connector, from what it asks for to its answer."""
+    for rng, subject in subjects(Side.POOL, num_models, seed):
+        engine, model = engine_of(subject, Side.POOL), subject.model
+        coordinator = pool_coordinator(subject)
+        for _ in range(PATTERNS):
+            presence = random_presence(rng, model)
+            hashed_len = presence.num_tokens // model.hashed_step * model.hashed_step
+            ours = pool_hit_len(engine, presence.blocks, presence.num_tokens, hashed_len, presence.tails)
+            theirs, _ = connector_lookup(coordinator, subject, presence)
+            yield (model, presence), ours, theirs
+
+
+def test_a_lookup_of_the_pool_equals_the_connector_s():
+    hits = set()
+    for case, ours, theirs in lookups(NUM_MODELS):
+        assert ours == theirs, case
+        hits.add(min(ours, 200))
+    assert len(hits) > 80, "few different answers: the patterns are dull"
+
+
+def test_control_a_lookup_that_knows_what_it_did_not_ask_for_differs(monkeypatch):
+    monkeypatch.setattr(hit, "_asked", lambda engine, present, aligned_len: list(present))
+    assert any(ours != theirs for _, ours, theirs in lookups(400))
 
 
 def agrees(side, num_models=400):

@@ -8,10 +8,12 @@ from kvcore import hit as exact_hits
 from kvcore import masks as exact_masks
 from kvcore.engine import hit as engine_hits
 from kvcore.engine import masks as engine_masks
+from kvcore.engine.hit import pool_hit_len
 from kvcore.engine.model import EngineModel, Side
 from kvcore.runs import from_blocks, intersect
 from kvcore.spec import FullAttention, ModelSpec, SlidingWindow
-from tests.differential.vllm_models import as_told, pool_coordinator
+from tests.differential.random_models import as_told, presence_of
+from tests.differential.vllm_models import connector_lookup, pool_coordinator
 
 FULL = ModelSpec((FullAttention(16),))
 WINDOW = ModelSpec((FullAttention(32), SlidingWindow(8, window=8)))
@@ -98,6 +100,16 @@ def test_the_six_keys_give_a_hit_of_32_when_a_sparse_writer_kept_one_tail(mode):
     present = tuple(intersect(had, wanted) for had, wanted in zip(stored, asked, strict=True))
     assert kept == [False, False, False, True]
     assert subject.hit_len(present, PROMPT) == 32
+
+
+@pytest.mark.engine
+def test_so_does_the_installed_connector():
+    """Its own lookup code, down to the keys."""
+    presence = presence_of(WINDOW, PROMPT, [{3, 7, 11}, {3}])
+    subject = as_told(WINDOW)
+    hit, asked = connector_lookup(pool_coordinator(subject), subject, presence)
+    assert (hit, len(asked)) == (32, 6)
+    assert pool_hit_len(EngineModel(WINDOW, Side.POOL), presence.blocks, PROMPT, PROMPT) == 32
 
 
 @MODES

@@ -8,15 +8,8 @@ import pytest
 from kvcore.engine import masks
 from kvcore.engine.masks import cached_len, load_mask, lookup_mask, store_mask, store_runs
 from kvcore.engine.model import EngineModel, Side, hits_end_inside_blocks, window_blocks
-from tests.differential.vllm_models import (
-    block_hashes,
-    cacheable,
-    engine_of,
-    gpu_coordinator,
-    pool_coordinator,
-    subjects,
-    vllm_groups,
-)
+from tests.differential.random_models import cacheable, subjects
+from tests.differential.vllm_models import block_hashes, engine_of, gpu_coordinator, pool_coordinator, vllm_groups
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ import pytest
 from kvcore.engine.masks import load_mask, lookup_mask, store_mask, store_runs
 from kvcore.engine.model import VLLM_0_32, VLLM_0_33, EngineModel, Side
 from kvcore.spec import FullAttention, ModelSpec, SlidingWindow
-from tests.differential import test_hit_vllm, test_masks_vllm, vllm_models
+from tests.differential import random_models, test_hit_vllm, test_masks_vllm, vllm_models
 
 RETAINING = ModelSpec((FullAttention(16), SlidingWindow(4, window=5, extra_retained_tokens=4)))
 
@@ -77,7 +77,7 @@ def test_a_junction_keeps_what_a_hit_one_block_below_needs(rules):
 
 @pytest.mark.engine
 def test_the_installed_vllm_keeps_what_its_rules_say():
-    coordinator = vllm_models.gpu_coordinator(vllm_models.as_told(JUNCTION))
+    coordinator = vllm_models.gpu_coordinator(random_models.as_told(JUNCTION))
     pool = test_masks_vllm.RecordingPool(JUNCTION)
     (kept,) = test_masks_vllm.vllm_keeps(coordinator, pool, [0], 48, 0, 9, 24).values()
     runs = KEPT[vllm_models.installed_rules()]
