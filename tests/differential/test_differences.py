@@ -35,7 +35,7 @@ from tests.support import PROJECT
 
 @dataclass(frozen=True)
 class Hit:
-    """A prompt of `num_tokens`, the lengths up to which each group has keys, and the hit of each mode; all in tokens."""
+    """A prompt of `num_tokens`, the lengths up to which each group has keys, the hit of each mode; all in tokens."""
 
     model: ModelSpec
     num_tokens: int
