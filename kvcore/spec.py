@@ -19,10 +19,12 @@ from kvcore.units import align_down, div_ceil
 class GroupSpec(ABC):
     """One KV cache group: layers that share a block table. `block_size` is in tokens.
 
+    `layout` tells apart groups of one shape that the engine does not treat as one, such as latent and grouped heads.
     `needed_blocks` must be monotone: both ends grow with `prefix_len`, the start without bound unless `prefix_closed`.
     """
 
     block_size: int
+    layout: str = field(default="", kw_only=True)
 
     prefix_closed: ClassVar[bool] = False
     """Whether resuming at a length needs every block before it, so that a longer sequence needs them all again."""
@@ -48,8 +50,11 @@ class GroupSpec(ABC):
 
     def needed_runs(self, lengths: range, margin: int) -> Runs:
         """Blocks that some of the lengths (ascending) needs, each with what lies `margin` tokens beyond it."""
+        needed = map(self.needed_blocks, lengths)
+        if not margin:
+            return normalize(needed)
         ends = (div_ceil(length + margin, self.block_size) for length in lengths)
-        return normalize((self.needed_blocks(length)[0], end) for length, end in zip(lengths, ends, strict=True))
+        return normalize((start, end) for (start, _), end in zip(needed, ends, strict=True))
 
     @property
     def free_step(self) -> int | None:
@@ -154,14 +159,14 @@ class Scratch(GroupSpec):
         return self.block_size
 
 
-def sharded(group: GroupSpec, context_parallel_size: int) -> GroupSpec:
+def sharded(group: GroupSpec, num_context_ranks: int) -> GroupSpec:
     """The group as decode context parallelism leaves it: a block of the table spans the tokens of all ranks.
 
     For groups whose tokens are dealt out over the ranks (full attention). Recurrent states and replicated draft layers
     keep their block size: each rank holds all of it.
     """
-    require(context_parallel_size > 0, "context_parallel_size", context_parallel_size, "ranks, at least 1")
-    return replace(group, block_size=group.block_size * context_parallel_size)
+    require(num_context_ranks > 0, "num_context_ranks", num_context_ranks, "ranks, at least 1")
+    return replace(group, block_size=group.block_size * num_context_ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def test_examples(spec, prefix_len, needed):
         (lambda: ModelSpec((FullAttention(16), FullAttention(32)), hash_unit=0), "hash_unit"),
         (lambda: ModelSpec((FullAttention(16), Recurrent(64)), hit_unit=32), "hit_unit"),
         (lambda: ModelSpec((SlidingWindow(64, 9), Recurrent(64)), hash_unit=16, hit_unit=16), "hit_unit"),
-        (lambda: sharded(FullAttention(16), 0), "context_parallel_size"),
+        (lambda: sharded(FullAttention(16), 0), "num_context_ranks"),
     ],
 )
 def test_impossible_values_are_named(make, argument):
@@ -103,6 +103,15 @@ def test_one_draft_group_marks_all_of_its_spec_and_no_recurrent_one():
     model = ModelSpec(groups, eagle_groups=frozenset({2, 4}))
     assert model.margins == (0, 64, 64, 0, 0)
     assert [model.proof_blocks(group, 512) for group in range(5)] == [(0, 2), (6, 9), (6, 9), (7, 8), (7, 8)]
+
+
+def test_a_draft_group_marks_no_group_of_another_layout():
+    groups = (FullAttention(16), FullAttention(16, layout="latent"), FullAttention(16, layout="latent"))
+    assert ModelSpec(groups, eagle_groups=frozenset({1})).margins == (0, 16, 16)
+
+
+def test_scratch_is_needed_nowhere():
+    assert Scratch(4).needed_runs(range(4, 40, 4), 0) == ()
 
 
 def test_a_hit_leaves_a_token_to_compute_and_room_for_its_proof():
