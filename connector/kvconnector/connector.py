@@ -31,7 +31,7 @@ from kvconnector.vllm_compat import (
 from kvconnector.worker import WorkerHalf
 from kvcore.keys import namespace_digest
 from kvcore.planner import Planner
-from kvcore.request import PoolPolicy
+from kvcore.plans import PoolPolicy
 from kvcore.spec import ModelSpec
 from kvcore.units import NS_PER_MS, NS_PER_S
 
