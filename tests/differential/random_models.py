@@ -14,19 +14,6 @@ SIZES = ((4,), (1, 2, 4), (2, 4, 8), (2, 3, 6), (3, 9), (4, 6), (16, 64), (16, 3
 """Block sizes that one model mixes."""
 
 
-# -- groups that differ in more than kvcore's spec says: a `layout` keeps them apart as vLLM's specs are --------------
-
-
-@dataclass(frozen=True, slots=True)
-class LaidOutFull(FullAttention):
-    layout: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LaidOutWindow(SlidingWindow):
-    layout: str = ""
-
-
 @dataclass(frozen=True)
 class VllmModel:
     """A model as kvcore sees it, and what vLLM needs to know besides."""
@@ -131,12 +118,12 @@ def _group(rng, side, kind, size):
     layout = rng.choice(["", "", "wide", "latent"])
     match kind:
         case "full":
-            return LaidOutFull(size, layout if side is Side.GPU or rng.random() < 0.8 else "sink")
+            return FullAttention(size, layout=layout if side is Side.GPU or rng.random() < 0.8 else "sink")
         case "window":
             window = rng.choice(
                 [1, 2, 2, rng.randint(2, 4 * size), rng.randint(2, 4 * size), rng.randint(2, 12 * size)]
             )
-            return LaidOutWindow(size, window, rng.choice((0,) * 7 + (1, 2, size)), layout)
+            return SlidingWindow(size, window, rng.choice((0,) * 7 + (1, 2, size)), layout=layout)
         case "recurrent":
             return Recurrent(size)
         case "chunked":
@@ -153,11 +140,7 @@ def _scaled(group, cp):
 
 
 def is_sharded(group):
-    return isinstance(group, FullAttention) and not layout_of(group).endswith("replicated")
-
-
-def layout_of(group):
-    return getattr(group, "layout", "")
+    return isinstance(group, FullAttention) and not group.layout.endswith("replicated")
 
 
 def _hash_unit(rng, groups, family):

@@ -186,7 +186,7 @@ class AdmitsBesidePreemption(Scheduler):
         step = super().schedule(now_ns)
         if step.preempted:
             budget = self.limits.max_num_batched_tokens - sum(num_new for _, _, num_new in step.scheduled)
-            self._schedule_waiting(step, budget, now_ns)
+            self._schedule_waiting(step, budget)
         return step
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from kvcore.engine.model import EngineModel, EngineRules
 from kvcore.spec import ChunkedLocal, FullAttention, Recurrent, Scratch, SlidingWindow
-from tests.differential.random_models import LaidOutFull, cacheable, is_sharded, layout_of
+from tests.differential.random_models import cacheable, is_sharded
 
 
 @functools.cache
@@ -43,19 +43,19 @@ def vllm_spec(group):
     common = {
         "block_size": group.block_size,
         "num_kv_heads": 1,
-        "head_size": 2 if layout_of(group).startswith("wide") else 1,
+        "head_size": 2 if group.layout.startswith("wide") else 1,
         "dtype": torch.float16,
         "dcp_sharded": is_sharded(group),
     }
     match group:
-        case LaidOutFull(layout="sink"):
+        case FullAttention(layout="sink"):
             return interface.SinkFullAttentionSpec(**common, sink_len=group.block_size)
-        case LaidOutFull(layout="latent" | "latent replicated"):
+        case FullAttention(layout="latent" | "latent replicated"):
             return interface.MLAAttentionSpec(**common)
         case FullAttention():
             return interface.FullAttentionSpec(**common)
         case SlidingWindow():
-            latent = layout_of(group).startswith("latent")
+            latent = group.layout.startswith("latent")
             cls = interface.SlidingWindowMLASpec if latent else interface.SlidingWindowSpec
             return cls(**common, sliding_window=group.window, extra_retained_tokens=group.extra_retained_tokens)
         case ChunkedLocal():
