@@ -12,9 +12,9 @@ at most log2(n) + 5. A pool leases what it is asked for, so that the order is pa
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from kvcore.group_runs import GroupRuns, common, minus, plus
+from kvcore.group_runs import GroupRuns, common, minus, plus, singles
 from kvcore.hit import hit_len
-from kvcore.runs import normalize, subtract
+from kvcore.runs import normalize, single, subtract
 from kvcore.spec import ModelSpec
 from kvcore.tails import cover, tail_units
 from kvcore.types import Run, Runs
@@ -58,10 +58,10 @@ class Frontier:
 
     def __post_init__(self) -> None:
         self._units = self.model.in_units()
-        groups = tuple(enumerate(self._units.groups))
-        self._closed = tuple(group for group, spec in groups if spec.prefix_closed)
-        self._others = tuple(group for group, spec in groups if not spec.prefix_closed)
-        self._held = tuple(normalize((spec.needed_blocks(self.local_hit_len),)) for _, spec in groups)
+        groups = self._units.groups
+        self._closed = tuple([group for group, spec in enumerate(groups) if spec.prefix_closed])
+        self._others = tuple([group for group, spec in enumerate(groups) if not spec.prefix_closed])
+        self._held = singles([spec.needed_blocks(self.local_hit_len) for spec in groups])
         self._known = self._held
         self.question = self.asked = self.present = self._nothing
         self._lost = self.denied
@@ -87,7 +87,8 @@ class Frontier:
         held = common(present, self.question)
         self.present = plus(self.present, held)
         self.asked = plus(self.asked, self.question)
-        self._lost = plus(self._lost, minus(self.question, held))
+        if self._others:
+            self._lost = plus(self._lost, minus(self.question, held))
         self._known = plus(self._held, cover(self.model, self.present))
         self.rounds += 1
         self.question = self._next()
@@ -101,7 +102,7 @@ class Frontier:
     def _next(self) -> GroupRuns:
         while self._batches and not self._has_gap():
             question = self._prefix(self._batches.pop(0))
-            if not self._batches:
+            if not self._batches and (self._others or self._tails_due):
                 question = plus(question, self._guess())
             question = minus(question, self.denied)
             if any(question):
@@ -129,7 +130,7 @@ class Frontier:
             start = self._asked_blocks[group]
             end = (length + self._units.margins[group]) // self.model.groups[group].block_size
             self._asked_blocks[group] = max(start, end)
-            runs[group] = normalize(((start, end),))
+            runs[group] = single((start, end))
         return self._question(runs)
 
     def _guess(self) -> GroupRuns:
@@ -149,6 +150,8 @@ class Frontier:
 
     def _tops(self) -> GroupRuns:
         """What the next longest hits need that nobody was asked for; nothing when one of them is proven."""
+        if not self._others:
+            return self._nothing
         wanted: list[list[Run]] = [[] for _ in self._nothing]
         length = self._reach() if self._top is None else self._top
         self._top, left = None, self._num_tops

@@ -1,10 +1,10 @@
 """The same set algebra, group by group: what plans and answers carry."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from kvcore.runs import intersect, num_blocks, subtract, union
-from kvcore.types import Runs
+from kvcore.runs import intersect, num_blocks, single, subtract, union
+from kvcore.types import Run, Runs
 
 GroupRuns: TypeAlias = tuple[Runs, ...]
 """One `Runs` per group, in the model's order; positions in the sequence. Tails follow: see `kvcore.tails`."""
@@ -12,7 +12,12 @@ GroupRuns: TypeAlias = tuple[Runs, ...]
 
 def count_blocks(runs: GroupRuns) -> int:
     """Blocks in all groups."""
-    return sum(num_blocks(group_runs) for group_runs in runs)
+    return sum(map(num_blocks, runs))
+
+
+def singles(runs: Iterable[Run]) -> GroupRuns:
+    """One run, or none where it is empty, for each group."""
+    return tuple(map(single, runs))
 
 
 def common(left: GroupRuns, right: GroupRuns) -> GroupRuns:
@@ -31,4 +36,5 @@ def plus(left: GroupRuns, right: GroupRuns) -> GroupRuns:
 
 
 def _per_group(operation: Callable[[Runs, Runs], Runs], left: GroupRuns, right: GroupRuns) -> GroupRuns:
-    return tuple(operation(a, b) for a, b in zip(left, right, strict=True))
+    assert len(left) == len(right), (left, right)
+    return tuple(map(operation, left, right))

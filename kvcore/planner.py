@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from kvcore.boundaries import store_boundaries
 from kvcore.frontier import Frontier
-from kvcore.group_runs import GroupRuns, minus, plus
+from kvcore.group_runs import GroupRuns, minus, plus, singles
 from kvcore.hit import hit_len
 from kvcore.masks import Retention, lookup_runs, store_runs
 from kvcore.runs import normalize
@@ -19,16 +19,19 @@ class Planner:
 
     model: ModelSpec
     retention: Retention = None
+    nothing: GroupRuns = field(init=False, repr=False, compare=False)
+    """No block in any group."""
+
+    _no_tails: GroupRuns = field(init=False, repr=False, compare=False)
     _units: ModelSpec = field(init=False, repr=False, compare=False)
+    _keeps_all: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_no_tails", ((),) * len(self.model.tail_groups))
+        object.__setattr__(self, "nothing", ((),) * len(self.model.groups) + self._no_tails)
         object.__setattr__(self, "_units", self.model.in_units())
+        object.__setattr__(self, "_keeps_all", all(g.prefix_closed and g.positional for g in self.model.groups))
         store_runs(self.model, ((0, 0),) * len(self.model.groups), self.retention, 0)
-
-    @property
-    def nothing(self) -> GroupRuns:
-        """No block in any group."""
-        return ((),) * (len(self.model.groups) + len(self.model.tail_groups))
 
     def limit(self, num_tokens: int) -> int:
         """Longest hit of a sequence of `num_tokens`; see `ModelSpec.limit`."""
@@ -79,15 +82,16 @@ class Planner:
 
     def held(self, prefix_len: int) -> GroupRuns:
         """Blocks an engine that resumes at `prefix_len` holds; no tails, which are in blocks."""
-        return (*_needed(self.model, prefix_len), *self.nothing[len(self.model.groups) :])
+        return _needed(self.model, prefix_len) + self._no_tails
 
     def store(self, stored_len: int, computed_len: int, num_prompt_tokens: int) -> GroupRuns:
         """Blocks that became full between the two lengths (tokens) and that a later request can need."""
         blocks = tuple(
             (stored_len // group.block_size, computed_len // group.block_size) for group in self.model.groups
         )
-        kept = store_runs(self.model, blocks, self.retention, num_prompt_tokens)
-        return (*kept, *self.nothing[len(self.model.groups) :])
+        if self._keeps_all:
+            return singles(blocks) + self._no_tails
+        return store_runs(self.model, blocks, self.retention, num_prompt_tokens) + self._no_tails
 
     def store_state(self, group: int, state_len: int, num_prompt_tokens: int) -> GroupRuns:
         """The state of a recurrent group after `state_len` tokens, if a later request can resume there.
@@ -118,4 +122,4 @@ class Planner:
 
 
 def _needed(model: ModelSpec, prefix_len: int) -> GroupRuns:
-    return tuple(normalize((group.needed_blocks(prefix_len),)) for group in model.groups)
+    return singles([group.needed_blocks(prefix_len) for group in model.groups])

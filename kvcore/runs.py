@@ -22,6 +22,11 @@ def normalize(runs: Iterable[Run]) -> Runs:
     return tuple(merged)
 
 
+def single(run: Run) -> Runs:
+    """The run, unless it is empty."""
+    return (run,) if run[0] < run[1] else ()
+
+
 def from_blocks(blocks: Iterable[int]) -> Runs:
     """The runs that hold exactly the given block indices."""
     return normalize((block, block + 1) for block in blocks)
@@ -29,7 +34,7 @@ def from_blocks(blocks: Iterable[int]) -> Runs:
 
 def num_blocks(runs: Runs) -> int:
     """How many blocks the runs hold."""
-    return sum(end - start for start, end in runs)
+    return sum([end - start for start, end in runs])
 
 
 def union(left: Runs, right: Runs) -> Runs:
@@ -41,6 +46,8 @@ def union(left: Runs, right: Runs) -> Runs:
 
 def intersect(left: Runs, right: Runs) -> Runs:
     """Blocks in both."""
+    if not left or left == right:
+        return left
     common: list[Run] = []
     i = j = 0
     while i < len(left) and j < len(right):

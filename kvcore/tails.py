@@ -21,6 +21,8 @@ from kvcore.units import div_ceil
 
 def cover(model: ModelSpec, objects: Sequence[Runs]) -> tuple[Runs, ...]:
     """Per group, the units that the objects hold."""
+    if not model.tail_groups:
+        return tuple(objects)
     covered = [_scaled(runs, units_of(model, group)) for group, runs in enumerate(objects[: len(model.groups)])]
     for group, tails in zip(model.tail_groups, objects[len(model.groups) :], strict=True):
         size = units_of(model, group)
@@ -36,6 +38,8 @@ def units_of(model: ModelSpec, group: int) -> int:
 
 def objects_for(model: ModelSpec, units: Sequence[Runs], present: Sequence[Runs]) -> tuple[Runs, ...]:
     """The objects to fetch for the units: whole blocks, and for a last piece its block or a tail, as is `present`."""
+    if not model.tail_groups:
+        return tuple(units)
     objects: list[Runs] = list(units)
     tails: list[Runs] = []
     for group, held in zip(model.tail_groups, present[len(model.groups) :], strict=True):
