@@ -108,7 +108,7 @@ def run(
 @app.command()
 @trace_argument
 @click.option("--capacity-blocks", required=True, metavar="N,N,...", help="Sizes of the cache, in blocks of the trace.")
-@click.option("--policy", default="lru", show_default=True, metavar="NAME,...", help="Of lru, fifo, opt.")
+@click.option("--policy", default="lru", show_default=True, metavar="NAME,...", help="Of lru, fifo, leaf, session, opt.")
 @format_option
 @json_option
 @no_cache_option

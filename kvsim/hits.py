@@ -15,8 +15,10 @@ import numpy as np
 
 from kvcore.errors import require
 from kvcore.eviction.fifo import Fifo
+from kvcore.eviction.leaf_first import LeafFirst
 from kvcore.eviction.opt import OracleOpt
 from kvcore.eviction.policy import BoundedCache, EvictionPolicy
+from kvcore.eviction.session_aware import SessionAware
 from kvsim.workload.trace import Column, Trace
 
 Curve: TypeAlias = Callable[["Accesses", Sequence[int]], Iterator[Column]]
@@ -261,5 +263,11 @@ def _replay(accesses: Accesses, cache: BoundedCache[int]) -> Column:
     return np.fromiter(map(cache.request, accesses.prompts()), dtype=np.int64, count=accesses.trace.num_requests)
 
 
-CURVES: Mapping[str, Curve] = {"lru": lru_curve, "fifo": replayed(Fifo), "opt": oracle_opt_curve}
+CURVES: Mapping[str, Curve] = {
+    "lru": lru_curve,
+    "fifo": replayed(Fifo),
+    "leaf": replayed(LeafFirst),
+    "session": replayed(SessionAware),
+    "opt": oracle_opt_curve,
+}
 """Policies by their name on the command line. A new one: a file in kvcore/eviction and an entry here."""

@@ -16,7 +16,7 @@ class Fifo(Generic[KeyT]):
     def __init__(self) -> None:
         self._keys: OrderedDict[KeyT, None] = OrderedDict()  # first in line first
 
-    def enter(self, key: KeyT) -> None:
+    def enter(self, key: KeyT, parent: KeyT | None) -> None:
         """Last in line."""
         self._keys[key] = None
 

@@ -16,7 +16,7 @@ class Lru(Generic[KeyT]):
     def __init__(self) -> None:
         self._keys: OrderedDict[KeyT, None] = OrderedDict()  # oldest first
 
-    def enter(self, key: KeyT) -> None:
+    def enter(self, key: KeyT, parent: KeyT | None) -> None:
         """Youngest."""
         self._keys[key] = None
 

@@ -25,7 +25,7 @@ class OracleOpt(Generic[KeyT]):
         self._heap: list[int] = []  # negated next uses; those of keys that left or were used since are stale
         self._next_of: dict[KeyT, int] = {}
 
-    def enter(self, key: KeyT) -> None:
+    def enter(self, key: KeyT, parent: KeyT | None) -> None:
         """Its next use is known from now on."""
         self.use(key)
 

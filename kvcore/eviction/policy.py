@@ -21,8 +21,8 @@ class EvictionPolicy(Protocol[KeyT]):
 
     order: ClassVar[Order]
 
-    def enter(self, key: KeyT) -> None:
-        """A key that was not held now is."""
+    def enter(self, key: KeyT, parent: KeyT | None) -> None:
+        """A key that was not held now is; `parent` is the block before it in its sequence, held or not."""
 
     def use(self, key: KeyT) -> None:
         """A held key was used again."""
@@ -51,12 +51,17 @@ class BoundedCache(Generic[KeyT]):
     def __contains__(self, key: KeyT) -> bool:
         return key in self._held
 
-    def request(self, keys: Sequence[KeyT]) -> int:
-        """Blocks of a request, root first, distinct: how many leading ones were held. Then all of them are used."""
-        held = self._held
-        hit_blocks = next((i for i, key in enumerate(keys) if key not in held), len(keys))
-        for key in keys if self._policy.order is Order.ROOT_FIRST else reversed(keys):
-            self._touch(key)
+    def request(self, keys: Sequence[KeyT], local_blocks: int = 0) -> int:
+        """Blocks of a request, root first, distinct: how many leading ones were held. Then all of them are used.
+
+        The first `local_blocks` are in a faster tier: they count as hits, and are neither asked for nor used here.
+        """
+        hit_blocks = local_blocks
+        while hit_blocks < len(keys) and keys[hit_blocks] in self._held:
+            hit_blocks += 1
+        used = range(local_blocks, len(keys))
+        for block in used if self._policy.order is Order.ROOT_FIRST else reversed(used):
+            self._touch(keys[block], keys[block - 1] if block else None)
         return hit_blocks
 
     def discard(self, key: KeyT) -> None:
@@ -65,11 +70,11 @@ class BoundedCache(Generic[KeyT]):
             self._held.remove(key)
             self._policy.leave(key)
 
-    def _touch(self, key: KeyT) -> None:
+    def _touch(self, key: KeyT, parent: KeyT | None) -> None:
         if key in self._held:
             self._policy.use(key)
             return
         self._held.add(key)
-        self._policy.enter(key)
+        self._policy.enter(key, parent)
         if len(self._held) > self.capacity_blocks:
             self._held.remove(self._policy.evict())

@@ -1,17 +1,21 @@
 """Eviction policies against plain definitions of what they are, and what a new one takes."""
 
 from collections import OrderedDict
+from fractions import Fraction
+from itertools import count as numbers
 from typing import ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import InvalidArgument
 from kvcore.eviction.fifo import Fifo
+from kvcore.eviction.leaf_first import LeafFirst
 from kvcore.eviction.lru import Lru
 from kvcore.eviction.opt import OracleOpt
 from kvcore.eviction.policy import BoundedCache, Order
+from kvcore.eviction.session_aware import MAX_TURN, SessionAware
 
 uses = st.lists(st.integers(0, 5), max_size=30)
 
@@ -83,7 +87,13 @@ def test_the_oracle_is_told_every_use():
         hits(BoundedCache(2, OracleOpt([0, 1])), [1])
 
 
-POLICIES = {"lru": lambda _keys: Lru(), "fifo": lambda _keys: Fifo(), "opt": OracleOpt}
+POLICIES = {
+    "lru": lambda _keys: Lru(),
+    "fifo": lambda _keys: Fifo(),
+    "leaf": lambda _keys: LeafFirst(),
+    "session": lambda _keys: SessionAware(),
+    "opt": OracleOpt,
+}
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -123,6 +133,182 @@ def test_a_negative_capacity_is_the_callers_mistake():
         BoundedCache(-1, Lru())
 
 
+# -- leaves first ------------------------------------------------------------------------------------------------------
+
+paths = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(
+    lambda steps: tuple(tuple(steps[: end + 1]) for end in range(len(steps)))
+)
+"""A prompt's blocks, each named by all up to it: prompts are branches of one tree."""
+
+tiered = st.lists(st.tuples(paths, st.integers(0, 4)), max_size=25)
+"""Prompts, and how many leading blocks of each a faster tier has."""
+
+
+def served(policy, requests, capacity_blocks):
+    """Hits of each request and what is held after it."""
+    cache = BoundedCache(capacity_blocks, policy)
+    found = []
+    for keys, local_blocks in requests:
+        hit_blocks = cache.request(keys, min(local_blocks, len(keys)))
+        found.append((hit_blocks, {key for keys, _ in requests for key in keys if key in cache}))
+    return found
+
+
+class LeafFirstByDefinition:
+    """Of all held keys that nothing held extends, the one whose last use is longest ago; by looking at all of them."""
+
+    order = Order.LEAF_FIRST
+
+    def __init__(self):
+        self.uses = []
+        self.held = set()
+
+    def enter(self, key, parent):
+        assert parent == (key[:-1] or None)
+        self.held.add(key)
+        self.uses.append(key)
+
+    def use(self, key):
+        self.uses.append(key)
+
+    def leave(self, key):
+        self.held.remove(key)
+
+    def evict(self):
+        leaves = {key for key in self.held if not any(other[:-1] == key for other in self.held)}
+        last_use = {key: now for now, key in enumerate(self.uses)}
+        gone = min(leaves, key=last_use.__getitem__)
+        self.held.remove(gone)
+        return gone
+
+
+@given(tiered, st.integers(0, 8))
+def test_leaf_first_is_what_its_definition_says(requests, capacity_blocks):
+    assert served(LeafFirst(), requests, capacity_blocks) == served(LeafFirstByDefinition(), requests, capacity_blocks)
+
+
+@given(st.lists(paths, max_size=25), st.integers(0, 8))
+def test_of_whole_prompts_leaf_first_is_lru(prompts, capacity_blocks):
+    whole = [(keys, 0) for keys in prompts]
+    assert served(LeafFirst(), whole, capacity_blocks) == served(Lru(), whole, capacity_blocks)
+
+
+def test_below_a_faster_tier_lru_keeps_leaves_without_their_root():
+    """The root is used in the faster tier for long; when that one loses it, leaf first still has the whole prompt."""
+    path = ((1,), (1, 2), (1, 2, 3))
+    requests = [(path, 0), (((5,),), 0), (path, 1), (((6,),), 0), (path, 0)]
+    lru, leaf = served(Lru(), requests, 4), served(LeafFirst(), requests, 4)
+    assert (lru[-1][0], leaf[-1][0]) == (0, 3)
+    assert lru[-2][1] >= {(1, 2), (1, 2, 3)} and (1,) not in lru[-2][1], "two blocks that no request can use"
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+class SessionAwareByDefinition:
+    """Counts everything anew from the whole history, exactly."""
+
+    order = Order.LEAF_FIRST
+
+    def __init__(self):
+        self.uses = []  # (key, turn)
+        self.held = set()
+
+    def enter(self, key, parent):
+        self.held.add(key)
+        self.use(key)
+
+    def use(self, key):
+        self.uses.append((key, min(sum(key == used for used, _ in self.uses), MAX_TURN - 1)))
+
+    def leave(self, key):
+        self.held.remove(key)
+
+    def worth(self, key):
+        last = {used: (now, turn) for now, (used, turn) in enumerate(self.uses, 1)}
+        used_at, turn = last[key]
+        waits = []
+        for now, (used, of_turn) in enumerate(self.uses, 1):
+            later = [at for at, (other, _) in enumerate(self.uses, 1) if other == used and at > now]
+            if of_turn == turn and later:
+                waits.append(later[0] - now)
+        chance = Fraction(len(waits) + 1, sum(of_turn == turn for _, of_turn in self.uses) + 2)
+        mean_wait = Fraction(sum(waits) + 1, len(waits) + 1)
+        return chance / (mean_wait + len(self.uses) - used_at), turn, used_at
+
+    def evict(self):
+        gone = min(self.held, key=self.worth)
+        self.held.remove(gone)
+        return gone
+
+
+@given(tiered.map(lambda requests: requests[:14]), st.integers(1, 6))
+def test_session_aware_is_what_its_definition_says(requests, capacity_blocks):
+    by_definition = served(SessionAwareByDefinition(), requests, capacity_blocks)
+    assert served(SessionAware(), requests, capacity_blocks) == by_definition
+
+
+class WithoutItsChildren(LeafFirst):
+    """Takes every key for a leaf."""
+
+    def enter(self, key, parent):
+        super().enter(key, None)
+
+
+class ForgetsWhatItEvicted(SessionAware):
+    def __init__(self):
+        super().__init__(memory_blocks=0)
+
+
+class AgeAlone(SessionAware):
+    """Every block is in its first turn."""
+
+    def use(self, key):
+        self.leave(key)
+        self._begin(key, 0)
+
+
+WRONG = [
+    (LeafFirstByDefinition, WithoutItsChildren),
+    (LeafFirstByDefinition, Lru),
+    (SessionAwareByDefinition, ForgetsWhatItEvicted),
+    (SessionAwareByDefinition, AgeAlone),
+    (SessionAwareByDefinition, Lru),
+]
+
+
+@pytest.mark.parametrize(("definition", "wrong"), WRONG)
+def test_each_definition_rejects_another_policy_too(definition, wrong):
+    def differ(requests):
+        return served(definition(), requests, 3) != served(wrong(), requests, 3)
+
+    find(tiered, differ, settings=settings(max_examples=2_000, phases=[Phase.generate], derandomize=True))
+
+
+def sessions_among_strangers(num_rounds):
+    """Two sessions that go on for ever, and three strangers after each of their turns."""
+    strangers = numbers(100)
+    for turn in range(num_rounds):
+        for session in (1, 2):
+            yield (tuple((session, block) for block in range(turn // 8 + 1)), 0)
+            for _ in range(3):
+                yield (((next(strangers),),), 0)
+
+
+def test_session_aware_learns_that_strangers_do_not_return():
+    requests = list(sessions_among_strangers(24))
+    lru, aware = ([hit for hit, _ in served(policy, requests, 7)] for policy in (Lru(), SessionAware()))
+    assert sum(aware) > 2 * sum(lru)
+
+
+def test_what_it_remembers_of_evicted_blocks_is_bounded():
+    policy = SessionAware(memory_blocks=5)
+    cache = BoundedCache(2, policy)
+    for name in range(50):
+        cache.request([name])
+    assert len(policy._gone) == 5
+
+
 class Clock:
     """A new policy: second chance. All that it takes."""
 
@@ -131,7 +317,7 @@ class Clock:
     def __init__(self):
         self.used = OrderedDict()
 
-    def enter(self, key):
+    def enter(self, key, parent):
         self.used[key] = False
 
     def use(self, key):

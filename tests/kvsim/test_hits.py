@@ -130,7 +130,7 @@ def test_a_new_policy_is_one_entry():
 
 def test_what_the_caller_gets_wrong():
     trace = trace_of([(1,)])
-    with pytest.raises(InvalidArgument, match="policy = 'mru': expected one of lru, fifo, opt"):
+    with pytest.raises(InvalidArgument, match="policy = 'mru': expected one of lru, fifo, leaf, session, opt"):
         hits(trace, [1], ["mru"])
     with pytest.raises(InvalidArgument, match="capacity_blocks = 0: expected at least 1"):
         hits(trace, [5, 0])
@@ -173,6 +173,15 @@ def test_fifo_and_the_oracle_on_the_conversation_trace_are_exact(conversation):
     opt = hits(conversation, [5_000, 20_000], ["opt"])
     assert opt.policies["opt"][0].last_half_hit_tokens == 24_669_143
     assert opt.policies["opt"][1].hit_tokens == opt.infinite.hit_tokens == 54_098_411
+
+
+@pytest.mark.slow
+def test_what_returns_is_worth_more_than_what_is_new_on_the_conversation_trace(conversation):
+    """Of a small cache; and by content alone, as the trace names no sessions."""
+    curves = hits(conversation, [5_000], ["lru", "leaf", "session", "opt"]).policies
+    lru, leaf, session, opt = (curves[name][0].hit_tokens for name in ("lru", "leaf", "session", "opt"))
+    assert lru == leaf == 16_505_817
+    assert 1.4 * lru < session < opt
 
 
 PROBE = """
