@@ -53,18 +53,9 @@ class Planner:
     def beyond(self, local_hit_len: int, num_tokens: int) -> GroupRuns:
         """All blocks, states and tails between the local hit and the longest one, needed or not."""
         limit = self.limit(num_tokens)
-        sizes = (*self._object_sizes(), *(self.model.hit_step for _ in self.model.tail_groups))
-        margins = (*self.model.margins, *(self.model.margins[group] for group in self.model.tail_groups))
         return tuple(
-            normalize(((local_hit_len // size, (limit + margin) // size),))
-            for size, margin in zip(sizes, margins, strict=True)
-        )
-
-    def _object_sizes(self) -> tuple[int, ...]:
-        """Tokens in a block or to a state of each group."""
-        return tuple(
-            spec.block_size if group in self.model.tail_groups else self._units.groups[group].block_size
-            for group, spec in enumerate(self.model.groups)
+            normalize(((local_hit_len // size, (limit + self.model.margins[group]) // size),))
+            for group, size in self.model.kinds
         )
 
     def hit(self, local_hit_len: int, num_tokens: int, present: GroupRuns) -> int:

@@ -7,7 +7,7 @@ small class here or in the caller's own module; nothing else changes.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvcore.errors import require
 from kvcore.runs import normalize
@@ -169,6 +169,13 @@ def sharded(group: GroupSpec, num_context_ranks: int) -> GroupSpec:
     return replace(group, block_size=group.block_size * num_context_ranks)
 
 
+class Kind(NamedTuple):
+    """A kind of object in the pool: whose blocks, states or tails, and how many tokens lie between two of them."""
+
+    group: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The KV cache groups of one model, in the engine's order, and where hits may end.
@@ -196,6 +203,8 @@ class ModelSpec:
 
     tail_groups: tuple[int, ...] = field(init=False)
     """Groups whose blocks a hit may split; see `kvcore.tails`."""
+    kinds: tuple[Kind, ...] = field(init=False)
+    """Per index of what has runs of each group; tails are behind the groups. Object i ends at (i + 1) * num_tokens."""
 
     def __post_init__(self) -> None:
         require(self.groups, "groups", self.groups, "at least one KV cache group")
@@ -217,6 +226,13 @@ class ModelSpec:
         object.__setattr__(self, "margins", self._margins())
         split = (g for g, spec in enumerate(self.groups) if spec.prefix_closed and spec.block_size > hit_step)
         object.__setattr__(self, "tail_groups", tuple(split) if hit_step < alignment else ())
+        object.__setattr__(self, "kinds", self._kinds())
+
+    def _kinds(self) -> tuple[Kind, ...]:
+        """Where hits end inside blocks, so do states."""
+        sizes = (min(g.block_size, self.hit_step) if not g.positional else g.block_size for g in self.groups)
+        tails = (Kind(group, self.hit_step) for group in self.tail_groups)
+        return (*(Kind(group, size) for group, size in enumerate(sizes)), *tails)
 
     def _margins(self) -> tuple[int, ...]:
         marked = {self.groups[group] for group in self.eagle_groups}
