@@ -22,16 +22,22 @@ def singles(runs: Iterable[Run]) -> GroupRuns:
 
 def common(left: GroupRuns, right: GroupRuns) -> GroupRuns:
     """Per group, blocks in both."""
+    if left == right:
+        return left
     return _per_group(intersect, left, right)
 
 
 def minus(left: GroupRuns, right: GroupRuns) -> GroupRuns:
     """Per group, blocks of `left` that are not in `right`."""
+    if not any(right):
+        return left
     return _per_group(subtract, left, right)
 
 
 def plus(left: GroupRuns, right: GroupRuns) -> GroupRuns:
     """Per group, blocks in either."""
+    if not any(right):
+        return left
     return _per_group(union, left, right)
 
 
