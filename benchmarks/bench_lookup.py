@@ -67,7 +67,7 @@ def frontier_lookup(num_tokens: int, hashes: Sequence[bytes], store: Counted) ->
 def _ask(question: GroupRuns, hashes: Sequence[bytes], store: Counted) -> GroupRuns:
     keys = our_keys(question, hashes)
     present = [code == 1 for code in store.batch_is_exist(list(map(format_key, keys)))]
-    return whole_blocks(SHARDS, question, present)
+    return whole_blocks(tuple(enumerate(SHARDS)), question, present)
 
 
 def our_keys(blocks: GroupRuns, hashes: Sequence[bytes]) -> list[BlockKey]:
@@ -77,7 +77,7 @@ def our_keys(blocks: GroupRuns, hashes: Sequence[bytes]) -> list[BlockKey]:
         units = MODEL.groups[group].block_size // HASH_UNIT
         return cast(Sequence[BlockHash], hashes[(run[0] + 1) * units - 1 : run[1] * units : units])
 
-    return shard_keys(NAMESPACE, SHARDS, hashes_of, blocks)
+    return shard_keys(NAMESPACE, tuple(enumerate(SHARDS)), hashes_of, blocks)
 
 
 def vllm_worker() -> Any:

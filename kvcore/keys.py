@@ -68,37 +68,39 @@ HashesOf: TypeAlias = Callable[[int, Run], Sequence[BlockHash]]
 """(index in `GroupRuns`, run) -> the hash of each of its blocks."""
 
 
-def shard_keys(
-    namespace: Namespace, num_shards: Sequence[int], hashes_of: HashesOf, blocks: GroupRuns
-) -> list[BlockKey]:
-    """Every shard of every block, in order: by group, block, rank; `num_shards` of each group."""
+Shards: TypeAlias = Sequence[tuple[int, int]]
+"""Per index of `GroupRuns`: (group that names the objects, shards of each)."""
+
+
+def shard_keys(namespace: Namespace, shards: Shards, hashes_of: HashesOf, blocks: GroupRuns) -> list[BlockKey]:
+    """Every shard of every block, in order: by index, block, rank."""
     return [
         BlockKey(namespace, GroupId(group), rank, block_hash)
-        for group, (ranks, runs) in enumerate(zip(map(range, num_shards), blocks, strict=True))
+        for index, ((group, num_shards), runs) in enumerate(zip(shards, blocks, strict=True))
         for run in runs
-        for block_hash in hashes_of(group, run)
-        for rank in ranks
+        for block_hash in hashes_of(index, run)
+        for rank in range(num_shards)
     ]
 
 
-def whole_blocks(num_shards: Sequence[int], blocks: GroupRuns, present: Sequence[bool]) -> GroupRuns:
+def whole_blocks(shards: Shards, blocks: GroupRuns, present: Sequence[bool]) -> GroupRuns:
     """The blocks all of whose shards are `present`, which has one entry per `shard_keys`."""
     found: list[Runs] = []
     position = 0
-    for shards, runs in zip(num_shards, blocks, strict=True):
+    for (_, num_shards), runs in zip(shards, blocks, strict=True):
         whole: list[Run] = []
         for start, end in runs:
-            stop = position + (end - start) * shards
-            whole.extend(_whole_runs(start, end, shards, present[position:stop]))
+            stop = position + (end - start) * num_shards
+            whole.extend(_whole_runs(start, end, num_shards, present[position:stop]))
             position = stop
         found.append(normalize(whole))
     return tuple(found)
 
 
-def _whole_runs(start: int, end: int, shards: int, present: Sequence[bool]) -> Iterable[Run]:
+def _whole_runs(start: int, end: int, num_shards: int, present: Sequence[bool]) -> Iterable[Run]:
     if all(present):
         return ((start, end),)
-    whole = (all(present[at : at + shards]) for at in range(0, len(present), shards))
+    whole = (all(present[at : at + num_shards]) for at in range(0, len(present), num_shards))
     return [(block, block + 1) for block, there in zip(range(start, end), whole, strict=True) if there]
 
 

@@ -3,9 +3,10 @@
 No decision is taken here; `kvcore.request` takes them. Nothing here waits: lookups run on their own thread.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
@@ -18,8 +19,7 @@ from kvcore.plans import Load, Lookup, Offer, PoolPolicy, Store
 from kvcore.ports import Clock, KVStore, StoreOutcome
 from kvcore.request import KVRequest, State
 from kvcore.runs import from_blocks
-from kvcore.spec import GroupSpec
-from kvcore.types import GroupId, Run, Runs
+from kvcore.types import GroupId, Run
 from kvcore.units import div_ceil
 
 NULL_BLOCK_ID = 0
@@ -34,13 +34,9 @@ class KeySpace:
     hash_block_size: int
     num_ranks: int
 
-    def block_hash(self, hashes: Sequence[bytes], spec: GroupSpec, block: int) -> BlockHash:
-        """The hash over everything up to the end of the group's block, out of the request's chain at the hash unit."""
-        return BlockHash(hashes[(block + 1) * (spec.block_size // self.hash_block_size) - 1])
-
-    def block_hashes(self, hashes: Sequence[bytes], spec: GroupSpec, run: Run) -> list[BlockHash]:
-        """The same of each block of the run."""
-        return [self.block_hash(hashes, spec, block) for block in range(*run)]
+    def block_hash(self, hashes: Sequence[bytes], num_tokens: int) -> BlockHash:
+        """The hash over the first `num_tokens`, out of the request's chain at the hash unit."""
+        return BlockHash(hashes[num_tokens // self.hash_block_size - 1])
 
 
 @dataclass(slots=True, eq=False)
@@ -52,15 +48,20 @@ class _Tracked:
     starts_over: bool = False
 
 
+_Place = tuple[int, int]
+"""(index in `GroupRuns`, position)."""
+
+
 @dataclass(slots=True)
 class _Job:
-    """One plan at the worker: what was left out of it, its entries, pinned blocks, ranks that have not reported."""
+    """One plan at the worker: what was left out of it, its entries and their places, pinned blocks, ranks to report."""
 
     tracked: _Tracked
     end_plan: Callable[[int, GroupRuns, int], int | None]
     ticket: int
-    missing: list[tuple[GroupId, int]]
+    missing: list[_Place]
     entries: tuple[Entry, ...]
+    places: list[_Place]
     pinned: list[Any]
     ranks_left: int
     failed: set[int] = field(default_factory=set)
@@ -151,6 +152,8 @@ class SchedulerHalf:
             store = tracked.machine.computed(num_valid, now_ns)
             if store is not None:
                 self._store(tracked, store, output.kv_connector_block_state.get_block_ids(request_id))
+        if output.kv_connector_block_state is not None:
+            self._save_states(output.kv_connector_block_state, now_ns)
         loads, self._loads = self._loads, []
         stores, self._stores = self._stores, []
         return StepMetadata(tuple(loads), tuple(stores))
@@ -226,9 +229,10 @@ class SchedulerHalf:
         sizes = [group.block_size for group in self._planner.model.groups]
         return sum(div_ceil(tracked.request.num_tokens, size) - resume_len // size for size in sizes)
 
-    def _name(self, request: Any, group: int, block: int) -> Hashable:
-        """What names the content of a block in this engine."""
-        return group, self._keys.block_hash(request.block_hashes, self._planner.model.groups[group], block)
+    def _name(self, request: Any, index: int, position: int) -> Hashable:
+        """What names the content of a block, state or tail in this engine."""
+        kind = self._planner.model.kinds[index]
+        return index, self._keys.block_hash(request.block_hashes, (position + 1) * kind.num_tokens)
 
     def _ask(self, tracked: _Tracked, lookup: Lookup) -> None:
         ask = partial(self._exists, self._keys, tracked.request.block_hashes)
@@ -242,29 +246,52 @@ class SchedulerHalf:
         self, names: KeySpace, hashes: Sequence[bytes], store: KVStore[Any], question: GroupRuns, deadline_ns: int
     ) -> GroupRuns:
         """The blocks all of whose shards are there. Runs on the lookup thread."""
-        groups = self._planner.model.groups
-        num_shards = (names.num_ranks,) * len(groups)
-        keys = shard_keys(
-            names.namespace, num_shards, lambda group, run: names.block_hashes(hashes, groups[group], run), question
-        )
+        kinds = self._planner.model.kinds
+
+        def hashes_of(index: int, run: Run) -> list[BlockHash]:
+            num_tokens = kinds[index].num_tokens
+            return [names.block_hash(hashes, (position + 1) * num_tokens) for position in range(*run)]
+
+        shards = tuple((kind.group, names.num_ranks) for kind in kinds)
+        keys = shard_keys(names.namespace, shards, hashes_of, question)
         present = [outcome is StoreOutcome.OK for outcome in store.exists(keys, deadline_ns)]
-        return whole_blocks(num_shards, question, present)
+        return whole_blocks(shards, question, present)
 
     def _load(self, tracked: _Tracked, load: Load, block_ids: Sequence[Sequence[int]]) -> None:
-        entries, missing = self._entries(tracked, load.blocks, block_ids)
+        entries, places, missing = self._entries(tracked, load.blocks, block_ids)
         assert not missing, f"no block to load into: {missing}"
-        unproven, _ = self._entries(tracked, load.unproven, block_ids)
-        job = _Job(tracked, tracked.machine.load_finished, load.ticket, [], entries, [], self._ranks)
+        unproven, _, _ = self._entries(tracked, load.unproven, block_ids)
+        job = _Job(tracked, tracked.machine.load_finished, load.ticket, [], entries, places, [], self._ranks)
         unwritten = tuple(entry.block_id for entry in unproven)
         namespace = self._keys.namespace
         self._loads.append(LoadJob(self._open(job), tracked.request.request_id, namespace, entries, unwritten))
 
-    def _store(self, tracked: _Tracked, store: Store, block_ids: Sequence[Sequence[int]]) -> None:
-        """A window group may have given a block back before it was to be stored; that one counts as not written."""
-        entries, missing = self._entries(tracked, store.blocks, block_ids)
+    def _save_states(self, offers: Any, now_ns: int) -> None:
+        """The engine lends the blocks that hold recurrent states at exact boundaries, in this step."""
+        for request_id, handed in offers.boundary_state_offloads.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or tracked.machine.state is not State.COMPUTING:
+                continue
+            for group, block_id, state_len in handed:
+                store = tracked.machine.state_saved(group, state_len, now_ns)
+                if store is not None:
+                    self._store(tracked, store, offers.get_block_ids(request_id), {group: block_id})
+
+    def _store(
+        self,
+        tracked: _Tracked,
+        store: Store,
+        block_ids: Sequence[Sequence[int]],
+        states: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """A window group may have given a block back before it was to be stored; that one counts as not written.
+
+        `states`: block of the state to store, by group; it is not in the block table, or not where it belongs.
+        """
+        entries, places, missing = self._entries(tracked, store.blocks, block_ids, states)
         pinned = [self._pool.blocks[entry.block_id] for entry in entries]
         self._pool.touch(pinned)
-        job = _Job(tracked, tracked.machine.store_finished, store.ticket, missing, entries, pinned, self._ranks)
+        job = _Job(tracked, tracked.machine.store_finished, store.ticket, missing, entries, places, pinned, self._ranks)
         self._stores.append(StoreJob(self._open(job), tracked.request.request_id, self._keys.namespace, entries))
 
     def _open(self, job: _Job) -> JobId:
@@ -291,11 +318,9 @@ class SchedulerHalf:
         self._close(job.tracked)
 
     def _failed_runs(self, job: _Job) -> GroupRuns:
-        failed: list[list[int]] = [[] for _ in self._planner.model.groups]
-        for group, position in job.missing:
-            failed[group].append(position)
-        for index in job.failed:
-            failed[job.entries[index].group].append(job.entries[index].position)
+        failed: list[list[int]] = [[] for _ in self._planner.nothing]
+        for index, position in (*job.missing, *(job.places[entry] for entry in job.failed)):
+            failed[index].append(position)
         return tuple(from_blocks(blocks) for blocks in failed)
 
     def _close(self, tracked: _Tracked) -> None:
@@ -303,27 +328,35 @@ class SchedulerHalf:
             self.on_closed(tracked.request, tracked.machine)
 
     def _entries(
-        self, tracked: _Tracked, blocks: GroupRuns, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[tuple[Entry, ...], list[tuple[GroupId, int]]]:
-        """The blocks with hash and block id, and (group, position) of those for which the engine holds none."""
-        hashes = tracked.request.block_hashes
+        self,
+        tracked: _Tracked,
+        blocks: GroupRuns,
+        block_ids: Sequence[Sequence[int]],
+        states: Mapping[int, int] = MappingProxyType({}),
+    ) -> tuple[tuple[Entry, ...], list[_Place], list[_Place]]:
+        """What to move, with hash and block id; the place of each; and the places for which the engine has no block."""
+        hashes, groups = tracked.request.block_hashes, self._planner.model.groups
         entries: list[Entry] = []
-        missing: list[tuple[GroupId, int]] = []
-        for group, spec, block in self._blocks(blocks):
-            block_id = block_ids[group][block] if block < len(block_ids[group]) else NULL_BLOCK_ID
+        places: list[_Place] = []
+        missing: list[_Place] = []
+        for index, position in _places(blocks):
+            group, num_tokens = self._planner.model.kinds[index]
+            length = (position + 1) * num_tokens
+            block_id = states.get(group, _block_id(block_ids[group], (length - 1) // groups[group].block_size))
             if block_id == NULL_BLOCK_ID:
-                missing.append((group, block))
-            else:
-                entries.append(Entry(group, block, self._keys.block_hash(hashes, spec, block), block_id))
-        return tuple(entries), missing
-
-    def _blocks(self, blocks: GroupRuns) -> Iterable[tuple[GroupId, GroupSpec, int]]:
-        """(group, its spec, position) of every block, group by group in ascending order."""
-        for group, (spec, runs) in enumerate(zip(self._planner.model.groups, blocks, strict=True)):
-            for block in _positions(runs):
-                yield GroupId(group), spec, block
+                missing.append((index, position))
+                continue
+            entries.append(Entry(GroupId(group), position, self._keys.block_hash(hashes, length), block_id))
+            places.append((index, position))
+        return tuple(entries), places, missing
 
 
-def _positions(runs: Runs) -> Iterable[int]:
-    for start, end in runs:
-        yield from range(start, end)
+def _places(blocks: GroupRuns) -> Iterable[_Place]:
+    """Index by index in ascending order."""
+    return (
+        (index, position) for index, runs in enumerate(blocks) for start, end in runs for position in range(start, end)
+    )
+
+
+def _block_id(table: Sequence[int], block: int) -> int:
+    return table[block] if block < len(table) else NULL_BLOCK_ID

@@ -134,7 +134,7 @@ class Half:
 
     def expect_plans(self, load, store, scheduled=MappingProxyType({})):
         """The next step brings exactly these plans to the worker."""
-        state = SimpleNamespace(get_block_ids=lambda request_id: self.block_ids())
+        state = SimpleNamespace(get_block_ids=lambda request_id: self.block_ids(), boundary_state_offloads={})
         output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
         metadata = self.scheduler.build_connector_meta(output)
         self.expect_job(metadata.loads, load)
