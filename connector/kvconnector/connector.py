@@ -21,7 +21,7 @@ from kvconnector.vllm_compat import (
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
-    describe_groups,
+    describe_model,
     get_ip,
     hash_block_size,
     namespace_fields,
@@ -32,7 +32,6 @@ from kvconnector.worker import WorkerHalf
 from kvcore.keys import namespace_digest
 from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy
-from kvcore.spec import ModelSpec
 from kvcore.units import NS_PER_MS, NS_PER_S
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
@@ -60,10 +59,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_role)
         clock = MonotonicClock()
         pool = _joining(config.pool)
-        model = ModelSpec(describe_groups(kv_cache_config))
+        model = describe_model(vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            if not all(group.positional for group in model.groups):
-                logger.warning("kvtwin: recurrent states are not stored yet: this model gets no hits from the pool")
             self._store = MooncakeStore(pool.lookup_only(), clock)
             self._lookups = LookupThread(self._store, clock)
             keys = _key_space(config, vllm_config, kv_cache_config)

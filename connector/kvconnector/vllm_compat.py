@@ -1,5 +1,6 @@
 """The only file that knows vLLM's versions (0.32 and 0.33): where its names live, and what its configuration says."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,9 +23,10 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from kvcore.engine.model import flagged_or_all
 from kvcore.errors import InvalidArgument, require
 from kvcore.keys import NamespaceField
-from kvcore.spec import ChunkedLocal, FullAttention, GroupSpec, Recurrent, SlidingWindow
+from kvcore.spec import ChunkedLocal, FullAttention, GroupSpec, ModelSpec, Recurrent, Scratch, SlidingWindow
 
 __all__ = [
     "KVConnectorBase_V1",
@@ -33,7 +35,7 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
-    "describe_groups",
+    "describe_model",
     "get_ip",
     "hash_block_size",
     "namespace_fields",
@@ -42,18 +44,28 @@ __all__ = [
 ]
 
 
-def describe_groups(kv_cache_config: Any) -> tuple[GroupSpec, ...]:
-    """One spec per group, in the engine's order; raises InvalidArgument naming what is not supported."""
+def describe_model(vllm_config: Any, kv_cache_config: Any) -> ModelSpec:
+    """The engine's KV cache groups and where its hits end; raises InvalidArgument naming what is not supported."""
     groups = kv_cache_config.kv_cache_groups
-    cacheable = tuple(kv_cache_config.prefix_cacheable_group_ids)
     require(groups, "kv_cache_groups", groups, "at least one group")
-    require(
-        cacheable == tuple(range(len(groups))),
-        "prefix_cacheable_group_ids",
-        cacheable,
-        f"all {len(groups)} groups: a model with a group that is never cached is not supported",
+    block_size, hash_unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    hit_unit = kv_cache_config.cache_hit_alignment_tokens
+    splits = hit_unit is not None and hit_unit < block_size
+    return ModelSpec(
+        tuple(_group_spec(_one_spec(group)) for group in groups),
+        _draft_groups(vllm_config, groups),
+        hash_unit=int(hash_unit) if splits else None,
+        hit_unit=int(hit_unit) if splits else None,
     )
-    return tuple(_group_spec(_one_spec(group)) for group in groups)
+
+
+def _draft_groups(vllm_config: Any, groups: Sequence[Any]) -> frozenset[int]:
+    """The groups whose last block of a hit the engine drops; all when it cannot tell which hold draft layers."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return frozenset()
+    flagged = frozenset(index for index, group in enumerate(groups) if group.is_eagle_group)
+    return flagged_or_all(flagged, len(groups))
 
 
 def namespace_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, NamespaceField]:
@@ -104,10 +116,15 @@ def _one_spec(group: Any) -> Any:
 
 def _group_spec(spec: Any) -> GroupSpec:
     kind = type(spec)
+    if not spec.prefix_cacheable:
+        return Scratch(spec.block_size)
+    # What the engine compares beside the shape: groups that differ in it are looked up apart.
+    layout = f"{kind.__name__} {getattr(spec, 'num_kv_heads', '')} {getattr(spec, 'head_size', '')}"
     if kind in (FullAttentionSpec, MLAAttentionSpec):
-        return FullAttention(spec.block_size)
+        return FullAttention(spec.block_size, layout=layout)
     if kind in (SlidingWindowSpec, SlidingWindowMLASpec):
-        return SlidingWindow(spec.block_size, spec.sliding_window, getattr(spec, "extra_retained_tokens", 0))
+        retained = getattr(spec, "extra_retained_tokens", 0)
+        return SlidingWindow(spec.block_size, spec.sliding_window, retained, layout=layout)
     if kind is ChunkedLocalAttentionSpec:
         return ChunkedLocal(spec.block_size, spec.attention_chunk_size)
     if kind is MambaSpec:

@@ -19,7 +19,7 @@ from kvconnector import connector as connector_module
 from kvconnector import worker as worker_module
 from kvconnector.config import ConnectorConfig, PoolConfig
 from kvconnector.jobs import Ended
-from kvconnector.vllm_compat import describe_groups
+from kvconnector.vllm_compat import describe_model
 from kvconnector.worker import WorkerHalf
 from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -34,7 +34,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcore.keys import BlockKey
 from kvcore.ports import StoreOutcome
-from kvcore.spec import ModelSpec
 
 MODEL_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", "hidden_size": 64,
@@ -377,7 +376,7 @@ def make_scheduler(config, specs, num_blocks, num_drafts):
     scheduler = kind(config, caches, StructuredOutputManager(config), block_size, hash_block_size)
     scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = num_drafts
     scheduler._spec_token_placeholders = [-1] * num_drafts
-    assert ModelSpec(describe_groups(caches)) == scheduler.connector._scheduler._planner.model
+    assert describe_model(config, caches) == scheduler.connector._scheduler._planner.model
     assert not scheduler.use_v2_model_runner, "the block tables here are built as the first model runner does"
     return scheduler
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvcore.errors import InvalidArgument
 from kvcore.keys import namespace_digest
-from kvcore.spec import ChunkedLocal, FullAttention, Recurrent, SlidingWindow
+from kvcore.spec import ChunkedLocal, FullAttention, Recurrent, Scratch, SlidingWindow
 
 pytestmark = pytest.mark.engine
 
@@ -40,37 +40,84 @@ def engine_config(**changes):
         "model": "org/model", "revision": None, "quantization": None, "dtype": "torch.bfloat16", "cache_dtype": "auto",
         "kv_cache_layout": "LBHNC", "prefix_caching_hash_algo": "sha256", "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1, "world_size": 1, "rank": 0, "block_size": 16, "prefix_match_unit": None,
-        "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_prefix_caching": True, **changes,
+        "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_prefix_caching": True,
+        "speculative_config": None, **changes,
     }  # fmt: skip
     everything = SimpleNamespace(**fields)
     return SimpleNamespace(
-        model_config=everything, cache_config=everything, parallel_config=everything, kv_transfer_config=object()
+        model_config=everything,
+        cache_config=everything,
+        parallel_config=everything,
+        kv_transfer_config=object(),
+        speculative_config=everything.speculative_config,
     )
+
+
+def describe(*specs, drafts=(), alignment=None, **engine):
+    from kvconnector.vllm_compat import describe_model
+
+    caches = cache_config(*specs, cache_hit_alignment_tokens=alignment)
+    for group in drafts:
+        caches.kv_cache_groups[group].is_eagle_group = True
+    return describe_model(engine_config(**engine), caches)
+
+
+def shapes(model):
+    return tuple(replace(group, layout="") for group in model.groups)
 
 
 def test_every_attention_type_has_its_spec():
-    from kvconnector.vllm_compat import describe_groups
-
-    groups = describe_groups(
-        cache_config(
-            attention("FullAttentionSpec"),
-            attention("MLAAttentionSpec", 32),
-            attention("SlidingWindowSpec", sliding_window=64),
-            attention("ChunkedLocalAttentionSpec", attention_chunk_size=32),
-            mamba(),
-        )
+    model = describe(
+        attention("FullAttentionSpec"),
+        attention("MLAAttentionSpec", 32),
+        attention("SlidingWindowSpec", sliding_window=64),
+        attention("ChunkedLocalAttentionSpec", attention_chunk_size=32),
+        mamba(),
+        attention("CircularBufferSpec"),
     )
-    assert groups == (
-        FullAttention(16), FullAttention(32), SlidingWindow(16, 64), ChunkedLocal(16, 32), Recurrent(64)
-    )  # fmt: skip
+    assert shapes(model) == (
+        FullAttention(16),
+        FullAttention(32),
+        SlidingWindow(16, 64),
+        ChunkedLocal(16, 32),
+        Recurrent(64),
+        Scratch(16),
+    )
+    assert (model.hit_step, model.margins) == (64, (0,) * 6)
 
 
 def test_layers_of_different_sizes_in_one_group_count_once():
-    from kvconnector.vllm_compat import describe_groups
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     inner = {"a": attention("FullAttentionSpec"), "b": attention("FullAttentionSpec")}
-    assert describe_groups(cache_config(UniformTypeKVCacheSpecs(16, inner))) == (FullAttention(16),)
+    assert shapes(describe(UniformTypeKVCacheSpecs(16, inner))) == (FullAttention(16),)
+
+
+EAGLE = SimpleNamespace(use_eagle_block_drop=lambda: True)
+DRAFTS_WITHOUT_DROP = SimpleNamespace(use_eagle_block_drop=lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "drafts", "margins"),
+    [
+        (None, (), (0, 0, 0)),
+        (DRAFTS_WITHOUT_DROP, (1,), (0, 0, 0)),
+        (EAGLE, (1,), (0, 16, 0)),
+        (EAGLE, (), (16, 16, 16)),
+    ],
+)
+def test_groups_with_draft_layers_prove_one_block_more(speculative, drafts, margins):
+    """One group is of another layout than the flagged one; when none is flagged, each may hold draft layers."""
+    window = attention("SlidingWindowSpec", sliding_window=64)
+    groups = attention("FullAttentionSpec"), attention("MLAAttentionSpec"), window
+    assert describe(*groups, drafts=drafts, speculative_config=speculative).margins == margins
+
+
+def test_hits_end_inside_blocks_where_the_engine_s_do():
+    groups = attention("FullAttentionSpec", 64), mamba()
+    split = describe(*groups, alignment=16, prefix_match_unit=16)
+    assert (split.hit_step, split.hashed_step, split.tail_groups) == (16, 16, (0,))
+    assert describe(*groups, alignment=64).hit_step == 64
 
 
 @pytest.mark.parametrize(
@@ -78,10 +125,8 @@ def test_layers_of_different_sizes_in_one_group_count_once():
     [(lambda: mamba("none"), "mamba_cache_mode"), (lambda: attention("CrossAttentionSpec"), "CrossAttentionSpec")],
 )
 def test_what_is_not_supported_is_named(spec, named):
-    from kvconnector.vllm_compat import describe_groups
-
     with pytest.raises(InvalidArgument, match=named):
-        describe_groups(cache_config(spec()))
+        describe(spec())
 
 
 def test_sharding_by_context_is_refused():
