@@ -63,7 +63,8 @@ class Frontier:
         self._others = tuple([group for group, spec in enumerate(groups) if not spec.prefix_closed])
         self._held = singles([spec.needed_blocks(self.local_hit_len) for spec in groups])
         self._known = self._held
-        self.question = self.asked = self.present = self._nothing
+        nothing: GroupRuns = ((),) * (len(groups) + len(self.model.tail_groups))
+        self.question = self.asked = self.present = nothing
         self._lost = self.denied
         self._asked_blocks = [self.local_hit_len // spec.block_size for spec in self.model.groups]
         self.limit = min((self.limit, *(self._denied_len(group) for group in self._closed)))
@@ -94,10 +95,6 @@ class Frontier:
         self.question = self._next()
 
     # -- what to ask next ---------------------------------------------------------------------------------------------
-
-    @property
-    def _nothing(self) -> GroupRuns:
-        return ((),) * (len(self.model.groups) + len(self.model.tail_groups))
 
     def _next(self) -> GroupRuns:
         while self._batches and not self._has_gap():
@@ -151,8 +148,8 @@ class Frontier:
     def _tops(self) -> GroupRuns:
         """What the next longest hits need that nobody was asked for; nothing when one of them is proven."""
         if not self._others:
-            return self._nothing
-        wanted: list[list[Run]] = [[] for _ in self._nothing]
+            return self._question({})
+        wanted: list[list[Run]] = [[] for _ in self.asked]
         length = self._reach() if self._top is None else self._top
         self._top, left = None, self._num_tops
         while length > self.local_hit_len and left:
@@ -220,4 +217,4 @@ class Frontier:
         return subtract(normalize((self._proof(group, length),)), self._known[group])
 
     def _question(self, runs: dict[int, Runs]) -> GroupRuns:
-        return tuple(runs.get(index, ()) for index in range(len(self._nothing)))
+        return tuple([runs.get(index, ()) for index in range(len(self.asked))])

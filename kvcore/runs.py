@@ -41,7 +41,9 @@ def union(left: Runs, right: Runs) -> Runs:
     """Blocks in either."""
     if not left or not right:
         return left or right
-    return normalize((*left, *right))
+    if left[-1][1] < right[0][0]:
+        return left + right
+    return normalize(left + right)
 
 
 def intersect(left: Runs, right: Runs) -> Runs:
