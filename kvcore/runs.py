@@ -41,8 +41,11 @@ def union(left: Runs, right: Runs) -> Runs:
     """Blocks in either."""
     if not left or not right:
         return left or right
-    if left[-1][1] < right[0][0]:
+    (last, end), (start, first_end) = left[-1], right[0]
+    if end < start:
         return left + right
+    if end == start:
+        return (*left[:-1], (last, first_end), *right[1:])
     return normalize(left + right)
 
 

@@ -140,7 +140,7 @@ class Scheduler:
         """
         if step.preempted or step.num_stores:
             return 1
-        steps = min(sequence.remaining_output for sequence, _, _ in step.scheduled)
+        steps = min([sequence.remaining_output for sequence, _, _ in step.scheduled])
         if any(self._may_lengthen(sequence, match) for sequence, match in self._in_vain):
             steps = min(steps, self._steps_before_block(step))
         may_shorten = any(match.num_free and sequence.kv is not None for sequence, match in self._in_vain)
@@ -169,8 +169,7 @@ class Scheduler:
     def _blocks_for_jump(self, step: Step, num_steps: int) -> int:
         block_size = self.limits.block_size
         return sum(
-            max(div_ceil(before + num_steps, block_size) - sequence.num_blocks, 0)
-            for sequence, before, _ in step.scheduled
+            [-(-(before + num_steps) // block_size) - sequence.num_blocks for sequence, before, _ in step.scheduled]
         )
 
     # -- running sequences -------------------------------------------------------------------------------------
