@@ -6,6 +6,7 @@ from kvcore.admission import Admission, AdmitAll
 from kvcore.errors import require
 from kvcore.frontier import Frontier
 from kvcore.group_runs import GroupRuns
+from kvcore.hints import NO_HINTS, Hints
 from kvcore.loading import LoadAlways, Loading
 from kvcore.units import NS_PER_MS
 
@@ -54,11 +55,12 @@ class Load:
 class Store:
     """Write `blocks`, which hold their content when the step that issued this has run. Report with `store_finished`.
 
-    A tail is written from the block that it is in.
+    A tail is written from the block that it is in. `hints` are the request's, for the pool.
     """
 
     ticket: int
     blocks: GroupRuns
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)

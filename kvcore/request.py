@@ -16,6 +16,7 @@ from enum import Enum
 from kvcore.errors import require
 from kvcore.frontier import Frontier
 from kvcore.group_runs import GroupRuns, common, count_blocks, minus, plus
+from kvcore.hints import NO_HINTS, Hints
 from kvcore.memory import Experience, NameOf
 from kvcore.planner import Planner
 from kvcore.plans import Decisions, Load, Lookup, Offer, PoolPolicy, Store, Wait
@@ -81,6 +82,7 @@ class KVRequest:
     num_prompt_tokens: int
     experience: Experience = field(default_factory=Experience)
     name_of: NameOf = _by_position
+    hints: Hints = NO_HINTS
     state: State = State.WAITING
     decisions: Decisions = field(init=False)
     _answer: _Answer | None = None
@@ -379,7 +381,7 @@ class KVRequest:
         self._note_unsaved(minus(blocks, admitted), now_ns)
         if not any(admitted):
             return None
-        store = Store(self._ticket(), admitted)
+        store = Store(self._ticket(), admitted, self.hints)
         self._stores[store.ticket] = admitted
         self.decisions.stored = plus(self.decisions.stored, admitted)
         if any(self.decisions.rejected):

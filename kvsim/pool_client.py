@@ -121,7 +121,8 @@ class PoolClient:
         self._engine.scheduler.load_finished(sequence, valid_len)
 
     def _written(self, sequence: Sequence, plan: Store, pinned: list[Holding]) -> None:
-        rejected = self._per_group(self._store.put, sequence, plan.blocks)
+        put = partial(self._store.put, hints=plan.hints)
+        rejected = self._per_group(put, sequence, plan.blocks)
         lost = count_blocks(rejected)
         self._log.add(self._clock.now_ps, Kind.STORED, sequence.index, count_blocks(plan.blocks) - lost, lost)
         self._engine.release(partial(self._stored, sequence, plan, pinned, rejected, self._clock.now_ns))

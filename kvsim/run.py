@@ -8,12 +8,13 @@ from hashlib import sha256
 from operator import itemgetter
 from typing import NamedTuple
 
+from kvcore.hints import Pin
 from kvcore.memory import Experience
 from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy
 from kvcore.request import KVRequest
 from kvcore.types import GroupId, Segments
-from kvcore.units import NS_PER_MS
+from kvcore.units import NS_PER_MS, NS_PER_S
 from kvsim.clock import PS_PER_US, Clock
 from kvsim.cluster import Cluster, MakeEngine, MakeMachine, OnFinished
 from kvsim.cost.roofline import Roofline
@@ -27,7 +28,8 @@ from kvsim.routers import make_router
 from kvsim.scenario import LinkConfig, PoolConfig, Scenario
 from kvsim.scheduler import Limits, Scheduler
 from kvsim.sequence import Sequence
-from kvsim.store import MooncakePool
+from kvsim.sessions import Sessions
+from kvsim.store import MooncakePool, SoftPins
 from kvsim.workload.trace import Trace
 
 _START = itemgetter(1)
@@ -74,11 +76,19 @@ class SharedPool:
     policy: PoolPolicy
     paths: tuple[Path, ...]
     experiences: tuple[Experience, ...]
+    sessions: Sessions
 
     def machine(self, engine: int, sequence: Sequence) -> KVRequest:
         """The machine of a new request of the instance."""
         content = partial(_content, sequence.segments)
-        return KVRequest(self.planner, self.policy, sequence.input_len, self.experiences[engine], content)
+        hints = self.sessions.hints(sequence.index)
+        return KVRequest(self.planner, self.policy, sequence.input_len, self.experiences[engine], content, hints)
+
+    def finished(self, sequence: Sequence) -> None:
+        """A request completed; with it its session may have."""
+        session = self.sessions.finished(sequence.index)
+        if session is not None:
+            self.store.end_session(session)
 
     def hit_blocks(self, segments: Segments, limit_blocks: int) -> int:
         """The prefix of a sequence that is here now, of at most `limit_blocks` (one group of full attention)."""
@@ -95,12 +105,13 @@ class SharedPool:
 def simulation(scenario: Scenario, trace: Trace, max_jump: int | None = None) -> Simulation:
     """The scenario's cluster of fast engines, about to serve the trace; `max_jump` as in `kvsim.instance.Instance`."""
     clock = Clock()
-    pool = _shared_pool(scenario, clock)
+    pool = _shared_pool(scenario, clock, trace)
     step_time = Roofline(scenario.llm, scenario.gpu)
     instances: list[Instance] = []
 
     def make_engine(index: int, log: EventLog, on_finished: OnFinished) -> Instance:
-        instance = Instance(index, clock, Scheduler(limits(scenario)), step_time, log, on_finished, max_jump)
+        finished = on_finished if pool is None else partial(_finished, pool, on_finished)
+        instance = Instance(index, clock, Scheduler(limits(scenario)), step_time, log, finished, max_jump)
         if pool is not None:
             instance.attach(PoolClient(clock, pool.store, pool.paths[index], instance, log))
         instances.append(instance)
@@ -160,6 +171,11 @@ def _decision(sequence: Sequence) -> Decision:
     return Decision(made.local_hit_len, made.external_hit_len, made.granted_len)
 
 
+def _finished(pool: SharedPool, on_finished: OnFinished, sequence: Sequence) -> None:
+    pool.finished(sequence)
+    on_finished(sequence)
+
+
 def _no_machine(_engine: int, _sequence: Sequence) -> None:
     return None
 
@@ -170,7 +186,7 @@ def _content(segments: Segments, group: int, block: int) -> Hashable:
     return group, stream, block
 
 
-def _shared_pool(scenario: Scenario, clock: Clock) -> SharedPool | None:
+def _shared_pool(scenario: Scenario, clock: Clock, trace: Trace) -> SharedPool | None:
     pool, link = scenario.pool, scenario.link
     if pool is None or link is None:
         return None
@@ -180,11 +196,13 @@ def _shared_pool(scenario: Scenario, clock: Clock) -> SharedPool | None:
         pool.lease_ttl_ms * NS_PER_MS,
         pool.eviction_high_watermark_ratio,
         pool.eviction_ratio,
+        SoftPins.GO_LAST if pool.allow_evict_soft_pinned_objects else SoftPins.STAY,
     )
     planner, policy = make_planner(scenario, pool), make_policy(scenario, pool, link)
     instances = range(scenario.cluster.instances)
     paths = tuple(_path(pool, link, scenario.block_bytes, clock) for _ in instances)
-    return SharedPool(store, planner, policy, paths, tuple(Experience() for _ in instances))
+    sessions = Sessions(trace, limits(scenario).capacity_tokens, Pin(pool.session_pin), pool.session_ttl_s * NS_PER_S)
+    return SharedPool(store, planner, policy, paths, tuple(Experience() for _ in instances), sessions)
 
 
 def _path(pool: PoolConfig, link: LinkConfig, block_bytes: int, clock: Clock) -> Path:

@@ -160,6 +160,13 @@ class PoolConfig(Table):
     retention_interval: Annotated[Retention, PlainValidator(_retention)] = None
     """Tokens between the boundaries that a writer of a sparse group keeps, of all groups or of each; "all" keeps every
     boundary, 0 the replay boundary only. A group of full attention always keeps all blocks."""
+    session_pin: Literal["none", "soft"] = "none"
+    """Whether what a session stores is soft-pinned until the session ends (the store knows its end: every one of its
+    requests has completed), or until `session_ttl_s`."""
+    session_ttl_s: PositiveCount = 1_800
+    """`default_kv_soft_pin_ttl`: how long a soft pin lasts, counted from the put."""
+    allow_evict_soft_pinned_objects: bool = True
+    """Whether soft-pinned objects go when the others do not suffice."""
     admission: str = "all"
     """Which blocks are stored: all, those had before (`second_touch`), or those `cheaper` to fetch than to compute."""
     loading: str = "always"

@@ -6,7 +6,13 @@ Semantics of `mooncake_master` 0.3.13 (mooncake-store, `MasterService`), per obj
 - exists and get grant a lease of `lease_ttl_ns` to what they find; a leased object (now < lease) is never evicted;
 - above the high watermark, max(eviction_ratio, used_ratio - watermark + eviction_ratio) of all objects are evicted,
   those whose lease expired longest ago first, again and again until the watermark is reached;
-- a put that finds no space makes the master evict in the same way, and is refused when nothing can go.
+- a put that finds no space makes the master evict in the same way, and is refused when nothing can go;
+- a soft-pinned object goes only when the others did not reach max(share / 2, used_ratio - watermark) of all objects,
+  and then up to there; its pin begins with its put, ends after its TTL and is prolonged by nothing; a hard-pinned one
+  never goes; a put of an existing object pins nothing.
+
+Hints the master does not have: of objects pinned alike those of less priority go first; the end of a session turns what
+it pinned into ordinary cache (0.3.13 can only rewrite an object, with SoftPinAction.DISABLE, or remove it).
 
 Where the master leaves the order to chance, this store decides: leases that expire at one instant go in the order they
 were granted, and inside one grant from the tail of the sequence to its head, so that what stays is a usable prefix.
@@ -14,35 +20,27 @@ Other differences: the master's eviction thread looks every 10 ms, here it acts 
 space when it is complete, not when it starts (a writer calls `put` when its bytes have arrived).
 """
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from fractions import Fraction
-from heapq import heapify, heappop, heappush
-from itertools import pairwise
-from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from heapq import heappop, heappush
 
 from kvcore import runs as runs_of
-from kvcore.types import GroupId, Run, Runs, Segments, StreamId
+from kvcore.hints import NO_HINTS, Hints, Pin
+from kvcore.types import GroupId, Run, Runs, Segments
+from kvcore.units import NS_PER_S
+from kvsim.extents import Extent, Extents, Lineage, Mark, by_mark, pieces, rank_of
 
-Lineage: TypeAlias = tuple[GroupId, StreamId]
-
-
-class Extent(NamedTuple):
-    """Blocks [start, end) of one lineage that were granted the same lease by the same call."""
-
-    start: int
-    end: int
-    lease_ns: int
-    grant: int
+DEFAULT_SOFT_PIN_TTL_NS = 1_800 * NS_PER_S
+"""`default_kv_soft_pin_ttl` of the master."""
 
 
-_START = attrgetter("start")
-_END = attrgetter("end")
+class SoftPins(Enum):
+    """The master's `allow_evict_soft_pinned_objects`."""
 
-EvictionKey: TypeAlias = tuple[int, int, int, int, Lineage]
-"""(lease_ns, grant, -end, start, lineage) of an extent: the smallest one goes first, from its end."""
+    GO_LAST = "true"
+    STAY = "false"
 
 
 @dataclass(slots=True)
@@ -64,6 +62,8 @@ class PoolCounters:
     """Puts refused for want of space."""
     removed: int = 0
     evicted: int = 0
+    evicted_pinned: int = 0
+    """Of these, those that were soft-pinned."""
     evictions: int = 0
     """Passes that evicted something."""
 
@@ -82,6 +82,7 @@ class MooncakePool:
         lease_ttl_ns: int,
         eviction_high_watermark_ratio: float,
         eviction_ratio: float,
+        soft_pins: SoftPins = SoftPins.GO_LAST,
     ) -> None:
         assert capacity_bytes > 0 and all(size > 0 for size in block_bytes), (capacity_bytes, block_bytes)
         self._capacity_bytes = capacity_bytes
@@ -91,9 +92,11 @@ class MooncakePool:
         self._watermark = Fraction(str(eviction_high_watermark_ratio))
         self._eviction_ratio = Fraction(str(eviction_ratio))
         self._watermark_bytes = int(capacity_bytes * self._watermark)
-        self._extents: dict[Lineage, list[Extent]] = {}
-        self._queue: list[EvictionKey] = []  # heap; entries whose extent has changed are stale and skipped
-        self._num_extents = 0
+        self._extents = Extents()
+        self._soft_pins = soft_pins
+        self._pin_ends: list[tuple[int, Lineage]] = []  # heap
+        self._pinned_by: dict[str, set[Lineage]] = {}
+        self._ended: set[str] = set()
         self._grants = 0
         self._now_ns = 0
         self.num_objects = 0
@@ -122,10 +125,10 @@ class MooncakePool:
         self.counters.late += runs_of.num_blocks(runs) - num_found
         return found
 
-    def put(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:
+    def put(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int, hints: Hints = NO_HINTS) -> Runs:
         """Store the blocks of `runs`; returns those refused for want of space, the last ones of the sequence.
 
-        Blocks that are here already stay as they are.
+        Blocks that are here already stay as they are, pinned or not.
         """
         self._tick(now_ns)
         absent = runs_of.subtract(runs, self._found(group, segments, runs))
@@ -134,9 +137,9 @@ class MooncakePool:
         while self._free_bytes() < num_absent * size_bytes and self._evict():
             pass
         accepted, rejected = _split(absent, self._free_bytes() // size_bytes)
-        self._insert(group, segments, accepted)
+        self._insert(group, segments, accepted, self._mark(hints))
         self.counters.rejected += runs_of.num_blocks(rejected)
-        # This ends at or below the watermark, whatever is leased: at worst what was just put goes again.
+        # This ends at or below the watermark, whatever is leased: at worst what was just put goes again, unless pinned.
         while self.used_bytes > self._watermark_bytes and self._evict():
             pass
         return rejected
@@ -145,27 +148,32 @@ class MooncakePool:
         """Forget the blocks of `runs`, leased or not; returns those that were here."""
         self._tick(now_ns)
         removed: list[Run] = []
-        for lineage, start, end in _pieces(group, segments, runs):
-            for extent in self._cut(lineage, start, end):
+        for lineage, start, end in pieces(group, segments, runs):
+            for extent in self._extents.cut(lineage, start, end):
                 removed.append((extent.start, extent.end))
                 self._account(lineage, -(extent.end - extent.start))
         self.counters.removed += sum(end - start for start, end in removed)
         return runs_of.normalize(removed)
 
+    def end_session(self, session: str) -> None:
+        """What it pinned is ordinary cache, also what its stores under way will bring."""
+        self._ended.add(session)
+        for lineage in self._pinned_by.pop(session, ()):
+            self._extents.release(lineage, lambda mark: mark.session == session)
+
     def audit(self) -> None:
         """Objects and bytes are conserved, extents are disjoint, and the eviction queue knows each of them."""
-        queued = set(self._queue)
-        num_objects = used_bytes = num_extents = 0
-        for lineage, extents in self._extents.items():
-            assert extents, lineage
-            assert all(left.end <= right.start for left, right in pairwise(extents)), lineage
-            for extent in extents:
-                assert extent.start < extent.end and _eviction_key(lineage, extent) in queued, (lineage, extent)
-                num_objects += extent.end - extent.start
-                used_bytes += (extent.end - extent.start) * self._block_bytes[lineage[0]]
-            num_extents += len(extents)
-        assert (num_objects, used_bytes, num_extents) == (self.num_objects, self.used_bytes, self._num_extents)
-        assert used_bytes <= self._watermark_bytes, (used_bytes, self._watermark_bytes)
+        self._extents.audit()
+        num_objects = used_bytes = 0
+        bound_bytes = self._watermark_bytes
+        for lineage, extent in self._extents:
+            rank, count = rank_of(extent.mark), extent.end - extent.start
+            num_objects += count
+            used_bytes += count * self._block_bytes[lineage[0]]
+            if rank is None or (rank[0] is Pin.SOFT and self._soft_pins is SoftPins.STAY):
+                bound_bytes = self._capacity_bytes
+        assert (num_objects, used_bytes) == (self.num_objects, self.used_bytes)
+        assert used_bytes <= bound_bytes, (used_bytes, bound_bytes)
         gone = self.counters.evicted + self.counters.removed
         assert self.counters.put == self.num_objects + gone, self.counters
 
@@ -178,34 +186,32 @@ class MooncakePool:
         """The blocks of `runs` that are here, without granting anything."""
         found = [
             (max(start, extent.start), min(end, extent.end))
-            for lineage, start, end in _pieces(group, segments, runs)
-            for extent in self._overlapping(lineage, start, end)
+            for lineage, start, end in pieces(group, segments, runs)
+            for extent in self._extents.overlapping(lineage, start, end)
         ]
         return runs_of.normalize(found)
-
-    def _overlapping(self, lineage: Lineage, start: int, end: int) -> list[Extent]:
-        extents = self._extents.get(lineage)
-        return extents[slice(*_overlap(extents, start, end))] if extents else []
 
     def _grant_found(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
         """The blocks of `runs` that are here, each piece of a lineage merged into one extent with the new lease."""
         found: list[Run] = []
-        for lineage, start, end in _pieces(group, segments, runs):
-            present = runs_of.normalize((extent.start, extent.end) for extent in self._cut(lineage, start, end))
-            self._grant(lineage, present, self._now_ns + self._lease_ttl_ns)
-            found.extend(present)
+        for lineage, start, end in pieces(group, segments, runs):
+            for mark, present in by_mark(self._extents.cut(lineage, start, end)):
+                self._grant(lineage, present, self._now_ns + self._lease_ttl_ns, mark)
+                found.extend(present)
         return runs_of.normalize(found)
 
-    def _insert(self, group: GroupId, segments: Segments, absent: Runs) -> None:
-        for lineage, start, end in _pieces(group, segments, absent):
-            self._grant(lineage, ((start, end),), self._now_ns)
+    def _insert(self, group: GroupId, segments: Segments, absent: Runs, mark: Mark | None) -> None:
+        for lineage, start, end in pieces(group, segments, absent):
+            self._grant(lineage, ((start, end),), self._now_ns, mark)
+            if mark is not None and mark.pin is not Pin.NONE:
+                self._note_pin(lineage, mark)
             self._account(lineage, end - start)
             self.counters.put += end - start
 
-    def _grant(self, lineage: Lineage, runs: Runs, lease_ns: int) -> None:
+    def _grant(self, lineage: Lineage, runs: Runs, lease_ns: int, mark: Mark | None) -> None:
         """Add extents for `runs`, which hold nothing now, under this call's grant."""
         for start, end in runs:
-            self._add(lineage, Extent(start, end, lease_ns, self._grants))
+            self._extents.add(lineage, Extent(start, end, lease_ns, self._grants, mark))
 
     def _account(self, lineage: Lineage, num_objects: int) -> None:
         self.num_objects += num_objects
@@ -214,98 +220,61 @@ class MooncakePool:
     def _free_bytes(self) -> int:
         return self._capacity_bytes - self.used_bytes
 
-    # --- extents and their queue ---
-
-    def _add(self, lineage: Lineage, extent: Extent) -> None:
-        extents = self._extents.setdefault(lineage, [])
-        extents.insert(bisect_left(extents, extent), extent)
-        self._num_extents += 1
-        self._enqueue(lineage, extent)
-
-    def _enqueue(self, lineage: Lineage, extent: Extent) -> None:
-        heappush(self._queue, _eviction_key(lineage, extent))
-        if len(self._queue) > 4 * self._num_extents + 64:
-            self._queue = [_eviction_key(owner, live) for owner, owned in self._extents.items() for live in owned]
-            heapify(self._queue)
-
-    def _cut(self, lineage: Lineage, start: int, end: int) -> list[Extent]:
-        """Take [start, end) out of the lineage; returns what was there. What sticks out on either side stays."""
-        extents = self._extents.get(lineage)
-        if not extents:
-            return []
-        first, last = _overlap(extents, start, end)
-        cut = extents[first:last]
-        if not cut:
-            return []
-        outside: list[Extent] = []
-        if cut[0].start < start:
-            left, cut[0] = _halves(cut[0], start)
-            outside.append(left)
-        if end < cut[-1].end:
-            cut[-1], right = _halves(cut[-1], end)
-            outside.append(right)
-        extents[first:last] = outside
-        self._num_extents += len(outside) - len(cut)
-        if not extents:
-            del self._extents[lineage]
-        for part in outside:
-            self._enqueue(lineage, part)
-        return cut
-
-    def _is_live(self, key: EvictionKey) -> bool:
-        lease_ns, grant, negative_end, start, lineage = key
-        return self._overlapping(lineage, start, start + 1) == [Extent(start, -negative_end, lease_ns, grant)]
-
     def _evict(self) -> int:
         """Evict the share of objects the master would; returns how many had an expired lease and went."""
-        over = Fraction(self.used_bytes, self._capacity_bytes) - self._watermark
-        share = self._eviction_ratio + max(Fraction(0), over)
-        goal = min(self.num_objects, -(-self.num_objects * share.numerator // share.denominator))
+        self._end_pins()
+        over = max(Fraction(0), Fraction(self.used_bytes, self._capacity_bytes) - self._watermark)
+        share = self._eviction_ratio + over
+        goal, least = _ceil_share(self.num_objects, share), _ceil_share(self.num_objects, max(share / 2, over))
+        evicted = self._evict_expired(goal, Pin.NONE)
+        pinned = self._evict_expired(least - evicted, Pin.SOFT) if self._soft_pins is SoftPins.GO_LAST else 0
+        self.counters.evictions += evicted + pinned > 0
+        self.counters.evicted += evicted + pinned
+        self.counters.evicted_pinned += pinned
+        return evicted + pinned
+
+    def _evict_expired(self, goal: int, pin: Pin) -> int:
+        """Up to `goal` of the objects pinned so, from the tails of their extents."""
         evicted = 0
-        while evicted < goal and self._queue and self._queue[0][0] <= self._now_ns:
-            key = heappop(self._queue)
-            if self._is_live(key):
-                evicted += self._evict_tail(key, goal - evicted)
-        self.counters.evictions += evicted > 0
-        self.counters.evicted += evicted
+        for rank in self._extents.ranks(pin):
+            while evicted < goal and (found := self._extents.pop_expired(rank, self._now_ns)):
+                lineage, start, end = found
+                count = min(goal - evicted, end - start)
+                self._extents.cut(lineage, end - count, end)
+                self._account(lineage, -count)
+                evicted += count
         return evicted
 
-    def _evict_tail(self, key: EvictionKey, limit: int) -> int:
-        _, _, negative_end, start, lineage = key
-        end = -negative_end
-        count = min(limit, end - start)
-        self._cut(lineage, end - count, end)
-        self._account(lineage, -count)
-        return count
+    # --- pins ---
+
+    def _mark(self, hints: Hints) -> Mark | None:
+        if hints is NO_HINTS:
+            return None
+        mark = Mark(hints.pin, hints.priority, self._pin_end(hints), hints.session)
+        ends_at_once = mark.until_ns is not None and mark.until_ns <= self._now_ns
+        is_pinned = mark.pin is not Pin.NONE and hints.session not in self._ended and not ends_at_once
+        return mark if is_pinned else mark.released
+
+    def _pin_end(self, hints: Hints) -> int | None:
+        if hints.pin is not Pin.SOFT:
+            return None
+        return self._now_ns + (DEFAULT_SOFT_PIN_TTL_NS if hints.ttl_ns is None else hints.ttl_ns)
+
+    def _note_pin(self, lineage: Lineage, mark: Mark) -> None:
+        if mark.until_ns is not None:
+            heappush(self._pin_ends, (mark.until_ns, lineage))
+        if mark.session is not None:
+            self._pinned_by.setdefault(mark.session, set()).add(lineage)
+
+    def _end_pins(self) -> None:
+        """Release the pins whose time is over; it matters to nobody before something is evicted."""
+        while self._pin_ends and self._pin_ends[0][0] <= self._now_ns:
+            _, lineage = heappop(self._pin_ends)
+            self._extents.release(lineage, lambda mark: mark.until_ns is not None and mark.until_ns <= self._now_ns)
 
 
-def _halves(extent: Extent, block: int) -> tuple[Extent, Extent]:
-    """The extent cut at `block`: [start, block) and [block, end)."""
-    start, end, lease_ns, grant = extent
-    return Extent(start, block, lease_ns, grant), Extent(block, end, lease_ns, grant)
-
-
-def _eviction_key(lineage: Lineage, extent: Extent) -> EvictionKey:
-    return (extent.lease_ns, extent.grant, -extent.end, extent.start, lineage)
-
-
-def _pieces(group: GroupId, segments: Segments, runs: Runs) -> Iterator[tuple[Lineage, int, int]]:
-    """`runs` cut at segment borders, each part with the lineage that names it."""
-    i = 0
-    for start, end in runs:
-        while start < end:
-            while segments[i][2] <= start:
-                i += 1
-            stream, first, last = segments[i]
-            assert first <= start, (segments, runs)
-            yield (group, stream), start, min(end, last)
-            start = min(end, last)
-
-
-def _overlap(extents: list[Extent], start: int, end: int) -> tuple[int, int]:
-    """Indices [first, last) of the extents that hold a block of [start, end)."""
-    first = bisect_right(extents, start, key=_END)
-    return first, bisect_left(extents, end, lo=first, key=_START)
+def _ceil_share(num_objects: int, share: Fraction) -> int:
+    return min(num_objects, -(-num_objects * share.numerator // share.denominator))
 
 
 def _split(runs: Runs, num_blocks: int) -> tuple[Runs, Runs]:
