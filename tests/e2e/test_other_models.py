@@ -1,4 +1,4 @@
-"""Latent attention hits like the engine's own cache; a model with recurrent layers is served without hits."""
+"""Latent attention and recurrent layers hit like the engine's own cache."""
 
 import pytest
 
@@ -49,12 +49,22 @@ def test_latent_attention_hits_like_the_engine_s_own_cache(engine, prompt):
     assert engine.call("free_blocks") == free_blocks
 
 
-def test_a_model_with_recurrent_layers_is_served_without_hits(engine, prompt):
-    """Their states are not stored yet."""
+def test_recurrent_states_hit_like_the_engine_s_own(engine, prompt):
+    """A state is stored where the engine keeps one, with the attention blocks before it."""
     engine = engine("lfm2", block_size=128, mamba_cache_mode="align")
     free_blocks = engine.call("free_blocks")
-    computed, own, from_pool = computed_and_hit(engine, prompt(700))
-    assert (computed["cached"], own["cached"], from_pool["cached"]) == ([0], [640], [0])
-    assert computed["tokens"] == own["tokens"] == from_pool["tokens"]
+    for number in range(3):
+        computed, own, from_pool = computed_and_hit(engine, prompt(700, number))
+        assert (computed["cached"], own["cached"], from_pool["cached"]) == ([0], [640], [640])
+        assert from_pool["tokens"] == own["tokens"] == computed["tokens"]
     assert engine.call("free_blocks") == free_blocks
-    assert "no hits from the pool" in engine.process.log.read_text()
+
+
+def test_the_next_turn_of_a_recurrent_model_goes_on_from_the_last(engine, prompt):
+    """The engine keeps no state of generated tokens; the next prompt leaves one behind its own, for all who follow."""
+    engine = engine("lfm2", block_size=128, mamba_cache_mode="align")
+    question = prompt(700)
+    (answer,) = engine.generate([question], max_tokens=240)["tokens"]
+    first, own, from_pool = computed_and_hit(engine, [*question, *answer, *prompt(60, 7)])
+    assert (first["cached"], own["cached"], from_pool["cached"]) == ([640], [896], [896])
+    assert from_pool["tokens"] == own["tokens"]
