@@ -31,6 +31,15 @@ class AdmitAll:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmitNone:
+    """Nothing is stored: for an engine that only loads, as the consumer of vLLM's KV transfer roles does."""
+
+    def admit(self, blocks: GroupRuns, again: GroupRuns, sequence_len: int) -> GroupRuns:
+        """None of them."""
+        return ((),) * len(blocks)
+
+
+@dataclass(frozen=True, slots=True)
 class AdmitSecondTouch:
     """A block is stored when its engine has had it before ("cache on second hit").
 
