@@ -30,7 +30,7 @@ from kvcore import runs as runs_of
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.types import GroupId, Run, Runs, Segments
 from kvcore.units import NS_PER_S
-from kvsim.extents import Extent, Extents, Lineage, Mark, by_mark, pieces, rank_of
+from kvsim.extents import Extent, Extents, Lineage, Mark, by_mark, pieces
 
 DEFAULT_SOFT_PIN_TTL_NS = 1_800 * NS_PER_S
 """`default_kv_soft_pin_ttl` of the master."""
@@ -97,6 +97,7 @@ class MooncakePool:
         self._pin_ends: list[tuple[int, Lineage]] = []  # heap
         self._pinned_by: dict[str, set[Lineage]] = {}
         self._ended: set[str] = set()
+        self._may_overstay = False
         self._grants = 0
         self._now_ns = 0
         self.num_objects = 0
@@ -156,7 +157,7 @@ class MooncakePool:
         return runs_of.normalize(removed)
 
     def end_session(self, session: str) -> None:
-        """What it pinned is ordinary cache, also what its stores under way will bring."""
+        """What it pinned is ordinary cache from the next put on, also what its stores under way will bring."""
         self._ended.add(session)
         for lineage in self._pinned_by.pop(session, ()):
             self._extents.release(lineage, lambda mark: mark.session == session)
@@ -165,14 +166,11 @@ class MooncakePool:
         """Objects and bytes are conserved, extents are disjoint, and the eviction queue knows each of them."""
         self._extents.audit()
         num_objects = used_bytes = 0
-        bound_bytes = self._watermark_bytes
         for lineage, extent in self._extents:
-            rank, count = rank_of(extent.mark), extent.end - extent.start
-            num_objects += count
-            used_bytes += count * self._block_bytes[lineage[0]]
-            if rank is None or (rank[0] is Pin.SOFT and self._soft_pins is SoftPins.STAY):
-                bound_bytes = self._capacity_bytes
+            num_objects += extent.end - extent.start
+            used_bytes += (extent.end - extent.start) * self._block_bytes[lineage[0]]
         assert (num_objects, used_bytes) == (self.num_objects, self.used_bytes)
+        bound_bytes = self._capacity_bytes if self._may_overstay else self._watermark_bytes
         assert used_bytes <= bound_bytes, (used_bytes, bound_bytes)
         gone = self.counters.evicted + self.counters.removed
         assert self.counters.put == self.num_objects + gone, self.counters
@@ -261,6 +259,7 @@ class MooncakePool:
         return self._now_ns + (DEFAULT_SOFT_PIN_TTL_NS if hints.ttl_ns is None else hints.ttl_ns)
 
     def _note_pin(self, lineage: Lineage, mark: Mark) -> None:
+        self._may_overstay |= mark.pin is Pin.HARD or self._soft_pins is SoftPins.STAY
         if mark.until_ns is not None:
             heappush(self._pin_ends, (mark.until_ns, lineage))
         if mark.session is not None:

@@ -3,6 +3,7 @@
 import pytest
 
 from kvcore.admission import AdmitAll, AdmitCheaper, AdmitSecondTouch
+from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.loading import LoadAlways, LoadCheaper, LoadInTime
 from kvsim.cli import DEMO
 from kvsim.clock import PS_PER_NS
@@ -12,6 +13,7 @@ from kvsim.metrics import measure
 from kvsim.pool_policy import make_costs, make_planner, make_policy
 from kvsim.run import decisions_digest, simulation
 from kvsim.scenario import ADMISSIONS, LOADINGS, load
+from kvsim.sessions import Sessions
 from kvsim.toml import InvalidToml
 from kvsim.workload.source import trace_of
 
@@ -51,6 +53,8 @@ def test_a_scenario_names_its_policies():
         (["pool.loading=cheap"], "pool.loading = 'cheap': expected a known name; did you mean cheaper?"),
         (["pool.loading=in_time"], 'pool.load_budget_ms: expected a number of milliseconds with pool.loading'),
         (["pool.load_budget_ms=5"], "pool.load_budget_ms = 5: expected a number of milliseconds with pool.loading"),
+        (["pool.session_pin=hard"], "pool.session_pin = 'hard': expected 'none' or 'soft'"),
+        (["pool.session_ttl_s=0"], "pool.session_ttl_s = 0: expected greater than 0"),
         (["pool.retention_interval=24"], "expected pool.retention_interval to be a multiple of 16 tokens"),
         (["pool.retention_interval=[16, 0]"], "expected 1 pool.retention_interval, one for each group, not 2"),
         (["pool.retention_interval=-16"], "pool.retention_interval = -16: expected \"all\", 0 or a number of tokens"),
@@ -107,3 +111,29 @@ def test_second_touch_stores_less_and_hits_less_without_affinity():
     plain, second = finished_run(), finished_run("pool.admission=second_touch")
     assert 0 < second.pool.store.counters.put < plain.pool.store.counters.put
     assert measure(second.log, 1).hit_rate < measure(plain.log, 1).hit_rate
+
+
+def test_what_a_session_pins_is_kept_until_it_ends():
+    small = "pool.segment_bytes_per_instance=5e9"
+    plain, pinned = finished_run(small), finished_run(small, "pool.session_pin=soft")
+    assert plain.pool.store.counters.evicted > 0
+    assert decisions_digest(pinned.decisions()) != decisions_digest(plain.decisions())
+    assert not pinned.pool.store._pinned_by, "every session has ended, and released what it pinned"
+    assert pinned.pool.store._ended == {str(session) for session in range(17)}
+
+
+def test_pins_change_nothing_while_there_is_room():
+    roomy = decisions_digest(finished_run("pool.session_pin=soft").decisions())
+    assert roomy == decisions_digest(finished_run().decisions())
+
+
+def test_a_session_ends_with_the_last_of_its_requests_that_fits():
+    trace = trace_of(load(WITH, ["workload.sessions=2", "workload.turns=3"]))
+    longest = int((trace.input_len + trace.output_len).max())
+    everything, all_but_last = (Sessions(trace, capacity, Pin.SOFT, 5) for capacity in (longest, longest - 1))
+    own = [index for index in range(6) if trace.session[index] == trace.session[0]]
+    assert [everything.finished(index) for index in own] == [None, None, str(trace.session[0])]
+    assert [all_but_last.finished(index) for index in own[:2]] == [None, str(trace.session[0])]
+    assert everything.hints(own[0]) == Hints(str(trace.session[0]), Pin.SOFT, 5)
+    silent = Sessions(trace, longest, Pin.NONE, 5)
+    assert [silent.finished(index) for index in own] == [None] * 3 and silent.hints(0) is NO_HINTS
