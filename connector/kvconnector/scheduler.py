@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
+from kvconnector.metrics import LOOKUPS, PINNED, WAITING, Numbers, Operation, Tally
 from kvconnector.transfer import LookupThread
 from kvcore.group_runs import GroupRuns, count_blocks
 from kvcore.keys import BlockHash, Namespace, shard_keys, whole_blocks
@@ -46,6 +47,8 @@ class _Tracked:
     request: Any
     machine: KVRequest
     starts_over: bool = False
+    local_hit_len: int = 0
+    has_run: bool = False
 
 
 _Place = tuple[int, int]
@@ -94,6 +97,7 @@ class SchedulerHalf:
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
         self._next_job = 0
+        self._tally = Tally()
 
     @property
     def namespace(self) -> Namespace:
@@ -113,6 +117,7 @@ class SchedulerHalf:
         finds no room, and this one could wait for blocks of another whose load failed too and who is never seen.
         """
         tracked = self._track(request)
+        tracked.local_hit_len = num_computed_tokens
         if tracked.starts_over:
             tracked.starts_over = False
             return None, False
@@ -147,6 +152,9 @@ class SchedulerHalf:
             if tracked is None:
                 continue
             self._landing.pop(tracked, None)
+            if not tracked.has_run:
+                tracked.has_run = True
+                self._tally.prompt(tracked.request, tracked.local_hit_len)
             # A step may also compute tokens nobody knows yet: drafts, and what an overlapping step samples.
             num_valid = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
             store = tracked.machine.computed(num_valid, now_ns)
@@ -164,6 +172,11 @@ class SchedulerHalf:
             return
         for job_id, num_ranks, failed in report.finished:
             self._report(job_id, num_ranks, failed)
+
+    def take_numbers(self) -> Numbers:
+        """What was counted since the last call; call it once for each step."""
+        pinned = sum(len(job.pinned) for job in self._jobs.values())
+        return self._tally.take({PINNED.of(): pinned, WAITING.of(Operation.LOOKUP.value): self._lookups.num_waiting})
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
         """The request ended; its blocks may be freed at once, those still to be stored are pinned."""
@@ -236,11 +249,14 @@ class SchedulerHalf:
 
     def _ask(self, tracked: _Tracked, lookup: Lookup) -> None:
         ask = partial(self._exists, self._keys, tracked.request.block_hashes)
+        self._tally.add(LOOKUPS.of(), 1)
         self._lookups.submit(tracked, lookup, ask)
 
     def _take_answers(self) -> None:
         for tracked, lookup in self._lookups.take_answers():
-            tracked.machine.lookup_answered(lookup.ticket, self._clock.now_ns())
+            now_ns = self._clock.now_ns()
+            self._tally.answered(lookup, lookup.deadline_ns - self._policy.lookup_deadline_ns, now_ns)
+            tracked.machine.lookup_answered(lookup.ticket, now_ns)
 
     def _exists(
         self, names: KeySpace, hashes: Sequence[bytes], store: KVStore[Any], question: GroupRuns, deadline_ns: int
@@ -254,7 +270,9 @@ class SchedulerHalf:
 
         shards = tuple((kind.group, names.num_ranks) for kind in kinds)
         keys = shard_keys(names.namespace, shards, hashes_of, question)
-        present = [outcome is StoreOutcome.OK for outcome in store.exists(keys, deadline_ns)]
+        outcomes = store.exists(keys, deadline_ns)
+        self._tally.keys(Operation.LOOKUP, outcomes)
+        present = [outcome is StoreOutcome.OK for outcome in outcomes]
         return whole_blocks(shards, question, present)
 
     def _load(self, tracked: _Tracked, load: Load, block_ids: Sequence[Sequence[int]]) -> None:
@@ -325,6 +343,7 @@ class SchedulerHalf:
 
     def _close(self, tracked: _Tracked) -> None:
         if tracked.machine.closed:
+            self._tally.closed(tracked.machine.decisions)
             self.on_closed(tracked.request, tracked.machine)
 
     def _entries(

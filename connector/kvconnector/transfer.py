@@ -31,6 +31,8 @@ class TransferThread(Generic[JobT]):
     ) -> None:
         self.outcomes: Counter[StoreOutcome] = Counter()
         """Entries of ended jobs by outcome."""
+        self.on_ended: Callable[[JobT, Sequence[StoreOutcome], int], None] = lambda job, outcomes, took_ns: None
+        """Called with each job that ended, on the thread that ended it: its outcomes, and how long it took in all."""
         self._move: Callable[[JobT, int], Sequence[StoreOutcome]] = move
         self._patience_ns = deadline_ms * NS_PER_MS
         self._clock = clock
@@ -40,6 +42,11 @@ class TransferThread(Generic[JobT]):
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that have not begun."""
+        return len(self._waiting)
 
     def submit(self, job: JobT, ready: Callable[[], object] = lambda: None) -> None:
         """Run the job after those submitted before; its thread first calls `ready`, which may wait."""
@@ -52,8 +59,8 @@ class TransferThread(Generic[JobT]):
         now_ns = self._clock.now_ns()
         with self._changed:
             while self._waiting and self._waiting[0][1] <= now_ns:
-                job, _, _ = self._waiting.popleft()
-                self._end(job, [StoreOutcome.TIMEOUT] * len(job.entries))
+                job, deadline_ns, _ = self._waiting.popleft()
+                self._end(job, [StoreOutcome.TIMEOUT] * len(job.entries), deadline_ns)
             ended, self._ended = self._ended, []
         return ended
 
@@ -75,7 +82,7 @@ class TransferThread(Generic[JobT]):
                 job, deadline_ns, ready = self._waiting.popleft()
             outcomes = self._outcomes(job, deadline_ns, ready)
             with self._changed:
-                self._end(job, outcomes)
+                self._end(job, outcomes, deadline_ns)
 
     def _outcomes(self, job: JobT, deadline_ns: int, ready: Callable[[], object]) -> Sequence[StoreOutcome]:
         try:
@@ -87,8 +94,9 @@ class TransferThread(Generic[JobT]):
             logger.exception("job %d of request %s failed", job.job_id, job.request_id)
             return [StoreOutcome.UNAVAILABLE] * len(job.entries)
 
-    def _end(self, job: JobT, outcomes: Sequence[StoreOutcome]) -> None:
+    def _end(self, job: JobT, outcomes: Sequence[StoreOutcome], deadline_ns: int) -> None:
         self.outcomes.update(outcomes)
+        self.on_ended(job, outcomes, self._clock.now_ns() - (deadline_ns - self._patience_ns))
         failed = tuple(index for index, outcome in enumerate(outcomes) if outcome is not StoreOutcome.OK)
         self._ended.append((job, Ended(job.job_id, 1, failed)))
 
@@ -110,6 +118,11 @@ class LookupThread:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvtwin-lookup", daemon=True)
         self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Lookups that have not begun."""
+        return len(self._asked)
 
     def submit(self, asker: Any, lookup: Lookup, ask: Ask) -> None:
         """Put its questions to the pool, one after another, until its deadline."""

@@ -1,0 +1,207 @@
+"""What is counted, the names it has outside, and the tally in which the threads of one half count it.
+
+    threads of a half --add--> Tally --take, once a step--> Numbers --combine: ranks, halves, steps--> Prometheus, log
+
+Integers until they are shown. Every series is made beforehand, so that what never happened is 0 and not absent.
+"""
+
+import itertools
+import operator
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+from kvcore.group_runs import count_blocks
+from kvcore.plans import Decisions, Lookup
+from kvcore.ports import StoreOutcome
+
+Series: TypeAlias = str
+"""A metric and the values of its labels, as in "keys:load:ok"."""
+
+Numbers: TypeAlias = dict[Series, Any]
+"""An int per series of a counter or a gauge, a list of nanoseconds per series of a histogram. Survives msgpack."""
+
+PREFIX = "vllm:kvtwin_"
+"""vLLM removes what begins with "vllm:" from its registry before it makes an engine anew."""
+
+BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Upper bounds, for lookups of half a millisecond to stores that wait for the store deadline."""
+
+MAX_EVENTS = 100_000
+"""What a tally keeps while nobody takes it; then the oldest are dropped."""
+
+
+class Operation(Enum):
+    """What the threads do."""
+
+    LOOKUP = "lookup"
+    LOAD = "load"
+    STORE = "store"
+
+
+class Kind(Enum):
+    """How a metric's numbers add up: a counter's and a histogram's do, of a gauge's the largest counts."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    SECONDS = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; `labels` are its own labels, each with all the values it may have."""
+
+    kind: Kind
+    name: str
+    text: str
+    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        """As Prometheus shows it; a histogram's samples have the endings _bucket, _sum and _count."""
+        return PREFIX + self.name
+
+    def of(self, *values: str) -> Series:
+        """The series with these values of the labels."""
+        return ":".join((self.name, *values))
+
+    def all_values(self) -> list[tuple[str, ...]]:
+        """The label values of every series."""
+        return list(itertools.product(*(values for _, values in self.labels)))
+
+
+_OPERATION = ("operation", tuple(operation.value for operation in Operation))
+_MOVE = ("operation", (Operation.LOAD.value, Operation.STORE.value))
+_OUTCOME = ("outcome", tuple(outcome.value for outcome in StoreOutcome))
+_TIER = ("tier", ("local", "pool", "computed"))
+
+PROMPT_TOKENS = Metric(
+    Kind.COUNTER,
+    "prompt_tokens_total",
+    "Prompt tokens, at a request's first step, by where their KV is from.",
+    (_TIER,),
+)
+LOOKUPS = Metric(Kind.COUNTER, "lookups_total", "Lookups that were begun.")
+ROUNDS = Metric(Kind.COUNTER, "lookup_rounds_total", "Questions to the pool, of lookups that ended.")
+LATE_LOOKUPS = Metric(Kind.COUNTER, "late_lookups_total", "Lookups not answered by their deadline, which is a miss.")
+LATE_ANSWERS = Metric(Kind.COUNTER, "late_answers_total", "Answers and reports that nobody waited for any more.")
+LATE_MISSES = Metric(Kind.COUNTER, "late_misses_total", "Blocks that a lookup promised and the load did not deliver.")
+REJECTED = Metric(
+    Kind.COUNTER, "rejected_blocks_total", "Blocks of closed requests that were to be stored and are not."
+)
+KEYS = Metric(
+    Kind.COUNTER, "keys_total", "Keys asked, loaded or stored, by what became of them.", (_OPERATION, _OUTCOME)
+)
+BYTES = Metric(Kind.COUNTER, "bytes_total", "Bytes of the blocks that were loaded or stored.", (_MOVE,))
+DURATION = Metric(
+    Kind.SECONDS,
+    "operation_seconds",
+    "From asking for a lookup, load or store to its end, waiting included.",
+    (_OPERATION,),
+)
+PINNED = Metric(
+    Kind.GAUGE, "pinned_blocks", "Blocks of the engine's cache that stores under way keep from being freed."
+)
+WAITING = Metric(
+    Kind.GAUGE, "waiting_jobs", "Lookups, loads and stores whose thread has not begun them.", (_OPERATION,)
+)
+
+METRICS = (
+    PROMPT_TOKENS, LOOKUPS, ROUNDS, LATE_LOOKUPS, LATE_ANSWERS, LATE_MISSES, REJECTED, KEYS, BYTES, DURATION, PINNED,
+    WAITING,
+)  # fmt: skip
+
+METRIC_OF = {metric.of(*values): metric for metric in METRICS for values in metric.all_values()}
+"""The metric of every series there is."""
+
+
+class Tally:
+    """What one half counted since it was last taken. Any thread adds; one thread takes.
+
+    Without a lock: an event is one append to a deque, which is atomic.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[Series, int]] = deque(maxlen=MAX_EVENTS)
+        self._levels: Mapping[Series, int] = {}
+
+    def add(self, series: Series, amount: int) -> None:
+        """Count `amount`, or note a duration of so many nanoseconds."""
+        if amount > 0:
+            self._events.append((series, amount))
+
+    def prompt(self, request: Any, local_hit_len: int) -> None:
+        """A request takes its first step: what loads have really left it counts, not what was granted."""
+        prompt_len = request.num_prompt_tokens
+        resume_len = min(request.num_computed_tokens, prompt_len)
+        self.add(PROMPT_TOKENS.of("local"), min(local_hit_len, resume_len))
+        self.add(PROMPT_TOKENS.of("pool"), resume_len - local_hit_len)
+        self.add(PROMPT_TOKENS.of("computed"), prompt_len - resume_len)
+
+    def answered(self, lookup: Lookup, asked_ns: int, now_ns: int) -> None:
+        """A lookup ended."""
+        self.add(ROUNDS.of(), lookup.dialogue.rounds)
+        self.add(DURATION.of(Operation.LOOKUP.value), now_ns - asked_ns)
+
+    def keys(self, operation: Operation, outcomes: Sequence[StoreOutcome]) -> None:
+        """What became of keys; OK comes first in the enumeration, and is mostly all there is."""
+        left = len(outcomes)
+        for outcome in StoreOutcome:
+            if not left:
+                return
+            count = outcomes.count(outcome)
+            self.add(KEYS.of(operation.value, outcome.value), count)
+            left -= count
+
+    def moved(self, operation: Operation, size_bytes: int, took_ns: int) -> None:
+        """A load or store ended."""
+        self.add(BYTES.of(operation.value), size_bytes)
+        self.add(DURATION.of(operation.value), took_ns)
+
+    def closed(self, decisions: Decisions) -> None:
+        """The last plan of a request ended."""
+        self.add(LATE_LOOKUPS.of(), decisions.late_lookups)
+        self.add(LATE_ANSWERS.of(), decisions.late_answers)
+        self.add(LATE_MISSES.of(), decisions.late_misses)
+        self.add(REJECTED.of(), count_blocks(decisions.rejected))
+
+    def take(self, levels: Mapping[Series, int]) -> Numbers:
+        """What was counted, and of the gauges what is not 0 or was not when last taken."""
+        taken: Numbers = {}
+        while self._events:
+            series, amount = self._events.popleft()
+            value = [amount] if METRIC_OF[series].kind is Kind.SECONDS else amount
+            taken[series] = taken[series] + value if series in taken else value
+        before, self._levels = self._levels, levels
+        taken.update((series, level) for series, level in levels.items() if level or before.get(series))
+        return taken
+
+
+_COMBINE: dict[Kind, Callable[[Any, Any], Any]] = {
+    Kind.COUNTER: operator.add,
+    Kind.GAUGE: max,
+    Kind.SECONDS: operator.add,
+}
+
+
+def combine(left: Numbers, right: Numbers) -> Numbers:
+    """The numbers of two ranks, halves or steps as one; both stay as they are."""
+    both = dict(left)
+    for series, value in right.items():
+        both[series] = _COMBINE[METRIC_OF[series].kind](both[series], value) if series in both else value
+    return both
+
+
+def summary(numbers: Numbers) -> dict[str, int | float]:
+    """For a line in the log; of durations their number, mean and maximum."""
+    short: dict[str, int | float] = {}
+    for series, value in sorted(numbers.items()):
+        if METRIC_OF[series].kind is not Kind.SECONDS:
+            short[series] = value
+            continue
+        name = series.replace("seconds", "ms")
+        mean_ms, max_ms = sum(value) / len(value) / 1e6, max(value) / 1e6
+        short |= {f"{name}:count": len(value), f"{name}:mean": round(mean_ms, 3), f"{name}:max": round(max_ms, 3)}
+    return short
