@@ -36,6 +36,13 @@ _ENVIRONMENT = {
     "tenant_id": "MOONCAKE_TENANT_ID",
 }
 
+# Settings of vLLM's MooncakeStoreConnector that change its keys and values.
+_SHARDED_STORE_KEYS = ("enable_store_tp_lcm", "prefill_tp_sizes", "store_tp_size")
+_SHARDED_STORE = (
+    "leave this one out: objects that engines of different tensor parallel sizes share are not supported, and those "
+    "that MooncakeStoreConnector made with it are not found"
+)
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 _POWER_OF_1024 = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -50,6 +57,13 @@ class Role(Enum):
     def loads(self) -> bool:
         """Whether it looks up and loads."""
         return self is not Role.PRODUCER
+
+
+class KeyNames(Enum):
+    """Whose keys and values: the connector's own, or those of vLLM's MooncakeStoreConnector."""
+
+    KVTWIN = "kvtwin"
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +93,8 @@ class ConnectorConfig:
     """Everything a user can set. A job that has not begun by its deadline fails without touching a block.
 
     `offer_ttl_ms` must stay below the master's lease (`--default_kv_lease_ttl`, 5 s unless set). `model_id` names the
-    weights in the key namespace (empty: the model's path and revision); `namespace` adds fields to it.
+    weights in the key namespace (empty: the model's path and revision); `namespace` adds fields to it. Where the key
+    format is vLLM's, `cache_prefix` is all that can be added.
     """
 
     pool: PoolConfig
@@ -90,6 +105,8 @@ class ConnectorConfig:
     offer_ttl_ms: int = OFFER_TTL_MS
     model_id: str = ""
     namespace: Mapping[str, str] = field(default_factory=dict)
+    key_format: KeyNames = KeyNames.KVTWIN
+    cache_prefix: str = ""
 
 
 def read_config(
@@ -120,8 +137,11 @@ def read_config(
         offer_ttl_ms=source.count("offer_ttl_ms", OFFER_TTL_MS, at_least=1),
         model_id=source.text("model_id", ""),
         namespace=source.texts("namespace"),
+        key_format=_key_format(source.text("key_format", KeyNames.KVTWIN.value)),
+        cache_prefix=source.text("cache_prefix", ""),
     )
     source.refuse_unknown()
+    _require_place_in_keys(config)
     require(
         pool.master_server_address,
         "master_server_address",
@@ -172,6 +192,7 @@ class _Source:
             if key not in self._known:
                 near = difflib.get_close_matches(key, self._known, n=3)
                 hint = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(sorted(self._known))}"
+                hint = _SHARDED_STORE if key in _SHARDED_STORE_KEYS else hint
                 raise InvalidArgument("kv_connector_extra_config key", key, f"a known key; {hint}")
 
     def _value(self, key: str, default: object) -> object:
@@ -195,6 +216,24 @@ def _read_file(path: str | None) -> Mapping[str, object]:
     if not isinstance(content, dict):
         raise InvalidArgument(CONFIG_PATH_VARIABLE, path, "a file with one JSON object")
     return content
+
+
+def _key_format(name: str) -> KeyNames:
+    try:
+        return KeyNames(name)
+    except ValueError:
+        raise InvalidArgument("key_format", name, f"one of {', '.join(known.value for known in KeyNames)}") from None
+
+
+def _require_place_in_keys(config: ConnectorConfig) -> None:
+    """What is set must be in the keys, or engines that differ in it would share blocks."""
+    if config.key_format is KeyNames.VLLM:
+        fix = 'nothing, as keys of key_format "vllm" have no place for it: set cache_prefix'
+        require(not config.model_id, "model_id", config.model_id, fix)
+        require(not config.namespace, "namespace", dict(config.namespace), fix)
+    else:
+        fix = 'nothing but with key_format "vllm": set namespace'
+        require(not config.cache_prefix, "cache_prefix", config.cache_prefix, fix)
 
 
 def _role(kv_role: str | None) -> Role:

@@ -10,11 +10,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvconnector.config import PATIENCE, ConnectorConfig, PoolConfig, read_config
+from kvconnector.config import PATIENCE, ConnectorConfig, KeyNames, PoolConfig, read_config
+from kvconnector.keys import InTreeFormat, KeyFormat, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
-from kvconnector.metrics import Numbers
 from kvconnector.scheduler import KeySpace, SchedulerHalf
-from kvconnector.stats import PromMetrics, Stats
 from kvconnector.store import MooncakeStore
 from kvconnector.transfer import LookupThread
 from kvconnector.vllm_compat import (
@@ -26,14 +25,17 @@ from kvconnector.vllm_compat import (
     describe_model,
     get_ip,
     hash_block_size,
+    in_tree_model_name,
+    in_tree_places,
     namespace_fields,
     num_ranks,
     rank_of,
 )
 from kvconnector.worker import WorkerHalf
-from kvcore.keys import namespace_digest
+from kvcore.keys import Namespace, namespace_digest
 from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy
+from kvcore.spec import ModelSpec
 from kvcore.units import NS_PER_MS, NS_PER_S
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
@@ -62,16 +64,18 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         clock = MonotonicClock()
         pool = _joining(config.pool)
         model = describe_model(vllm_config, kv_cache_config)
+        names = _key_format(config, model, vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            self._store = MooncakeStore(pool.lookup_only(), clock)
+            self._store = MooncakeStore(pool.lookup_only(), clock, text=names.text)
             self._lookups = LookupThread(self._store, clock)
-            keys = _key_space(config, vllm_config, kv_cache_config)
+            unit = hash_block_size(vllm_config, kv_cache_config)
+            keys = KeySpace(names.namespace, unit, num_ranks(vllm_config))
             self._scheduler = SchedulerHalf(Planner(model), _policy(config), keys, self._lookups, clock)
-            self._stop, self._take_numbers = self._lookups.close, self._scheduler.take_numbers
+            self._stop = self._lookups.close
         else:
-            self._store = MooncakeStore(pool, clock)
-            self._worker = WorkerHalf(config, self._store, clock, rank_of(vllm_config), model)
-            self._stop, self._take_numbers = self._worker.close, self._worker.take_numbers
+            self._store = MooncakeStore(pool, clock, text=names.text)
+            self._worker = WorkerHalf(config, self._store, clock, rank_of(vllm_config), model, names.layouts)
+            self._stop = self._worker.close
         self._store.join(clock.now_ns() + JOIN_PATIENCE_NS)
 
     @property
@@ -161,27 +165,6 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- both --------------------------------------------------------------------------------------------------
 
-    def get_kv_connector_stats(self) -> Stats | None:
-        """What this half counted since the last step; None when that is nothing."""
-        numbers = self._take_numbers()
-        return Stats(numbers) if numbers else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: Numbers | None = None) -> Stats:
-        """The numbers that came from the engine, or none."""
-        return Stats(data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: Mapping[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> PromMetrics:
-        """See `PromMetrics`; made where the API server is."""
-        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
     def shutdown(self) -> None:
         """Stop this half's threads, and leave the pool unless one of them is in a call that does not end."""
         if self._stop():
@@ -201,14 +184,20 @@ def _policy(config: ConnectorConfig) -> PoolPolicy:
     )
 
 
-def _key_space(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any) -> KeySpace:
+def _key_format(config: ConnectorConfig, model: ModelSpec, vllm_config: Any, kv_cache_config: Any) -> KeyFormat:
+    if config.key_format is KeyNames.VLLM:
+        require_in_tree(model)
+        places = in_tree_places(vllm_config, kv_cache_config)
+        names = InTreeFormat(Namespace(config.cache_prefix), in_tree_model_name(vllm_config), places)
+        logger.info("kvtwin: keys are those of MooncakeStoreConnector, %s", names)
+        return names
     fields = namespace_fields(vllm_config, kv_cache_config)
     if config.model_id:
         fields |= {"model": config.model_id, "revision": None}
     fields["user"] = [[name, value] for name, value in sorted(config.namespace.items())]
     namespace = namespace_digest(fields)
     logger.info("kvtwin: keys are in namespace %s, made of %s", namespace, fields)
-    return KeySpace(namespace, hash_block_size(vllm_config, kv_cache_config), num_ranks(vllm_config))
+    return OwnFormat(namespace)
 
 
 def _joining(pool: PoolConfig) -> PoolConfig:

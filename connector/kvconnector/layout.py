@@ -9,7 +9,7 @@ kernel cuts a block into kernel blocks, or on what lies between the blocks.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcore.errors import InvalidArgument, require
@@ -20,13 +20,17 @@ MAX_PIECES = 4_096
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """One layer's KV cache as the engine shows it: axis 0 counts blocks (or kernel blocks), strides are in bytes."""
+    """One layer's KV cache as the engine shows it: axis 0 counts blocks (or kernel blocks), strides are in bytes.
+
+    `allocation` is (address, size in bytes) of the memory that it is a view of.
+    """
 
     layer: str
     address: int
     shape: tuple[int, ...]
     strides_bytes: tuple[int, ...]
     item_bytes: int
+    allocation: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,13 @@ class GroupLayout:
         """(address, size) of the block's pieces, in the order in which their bytes are stored."""
         assert 0 <= block_id < self.num_blocks, (block_id, self.num_blocks)
         return [(piece.address + block_id * piece.stride_bytes, piece.size_bytes) for piece in self.pieces]
+
+
+def group_layouts(
+    views: Mapping[str, Sequence[CacheView]], groups: Sequence[Sequence[str]], num_blocks: int
+) -> tuple[GroupLayout, ...]:
+    """`group_layout` of each group, which is a list of layers."""
+    return tuple(group_layout([view for layer in layers for view in views[layer]], num_blocks) for layers in groups)
 
 
 def group_layout(views: Sequence[CacheView], num_blocks: int) -> GroupLayout:

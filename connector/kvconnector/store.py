@@ -65,17 +65,24 @@ _OUTCOME_OF_CODE = {
 
 
 class MooncakeStore:
-    """A `KVStore[Pieces]`. One per process and use; its methods may be called from any thread.
+    """A `KVStore[Pieces]`. One per process and use; its methods may be called from any thread. `text` names an object.
 
     `exists` and `remove` return at their deadline. `get` and `put` touch the caller's memory, so each returns only when
     Mooncake is done with it: they are cut into calls, none begins after the deadline or after one that lost the pool,
     and Mooncake's own timeouts bound the one that runs. Where they cannot, the client is closed: nothing else stops it.
     """
 
-    def __init__(self, config: PoolConfig, clock: Clock, new_client: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: PoolConfig,
+        clock: Clock,
+        new_client: Callable[[], Any] | None = None,
+        text: Callable[[BlockKey], str] = format_key,
+    ) -> None:
         self.counts: Counter[tuple[str, StoreOutcome]] = Counter()
         """Keys by operation and outcome."""
         self._clock = clock
+        self._text = text
         self._pieces_per_call = TCP_PIECES_PER_CALL if config.protocol == "tcp" else PIECES_PER_CALL
         self._link = _Link(config, clock, new_client or _mooncake_client())
         self._lane = Lane("kvtwin-ask", clock)
@@ -130,7 +137,7 @@ class MooncakeStore:
             self._link.close()
 
     def _ask(self, keys: Sequence[BlockKey], deadline_ns: int, call: _ClientCall) -> list[StoreOutcome]:
-        names = [format_key(key) for key in keys]
+        names = [self._text(key) for key in keys]
         outcomes = None
         if self._clock.now_ns() < deadline_ns:
             outcomes = self._lane.call(lambda: self._link.run(names, call), deadline_ns)
@@ -139,7 +146,7 @@ class MooncakeStore:
     def _move(
         self, keys: Sequence[BlockKey], buffers: Sequence[Pieces], deadline_ns: int, transfer: _Transfer
     ) -> list[StoreOutcome]:
-        names = [format_key(key) for key in keys]
+        names = [self._text(key) for key in keys]
         outcomes: list[StoreOutcome] = []
         for part in _parts(buffers, self._pieces_per_call):
             if self._clock.now_ns() >= deadline_ns:

@@ -11,7 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.utils.network_utils import get_ip
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
@@ -24,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from kvconnector.keys import Place
 from kvcore.engine.model import flagged_or_all
 from kvcore.errors import InvalidArgument, require
 from kvcore.keys import NamespaceField
@@ -32,15 +32,15 @@ from kvcore.spec import ChunkedLocal, FullAttention, GroupSpec, ModelSpec, Recur
 __all__ = [
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
-    "KVConnectorPromMetrics",
     "KVConnectorRole",
-    "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "describe_model",
     "get_ip",
     "hash_block_size",
+    "in_tree_model_name",
+    "in_tree_places",
     "namespace_fields",
     "num_ranks",
     "rank_of",
@@ -91,6 +91,46 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, Namesp
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
     }
+
+
+def in_tree_model_name(vllm_config: Any) -> str:
+    """What vLLM's MooncakeStoreConnector calls the model in its keys: the last part of its path."""
+    return str(vllm_config.model_config.model).rstrip("/").split("/")[-1]
+
+
+def in_tree_places(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[Place, ...], ...]:
+    """Per group, the place in vLLM's MooncakeStoreConnector of each rank's shard; nothing where no key is made.
+
+    Raises InvalidArgument naming what that connector stores in another way.
+    """
+    parallel, num_host_blocks = vllm_config.parallel_config, kv_cache_config.hisparse_host_num_blocks
+    fix = 'with key_format "vllm"; set key_format to "kvtwin"'
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        require(getattr(parallel, name) == 1, name, getattr(parallel, name), f"1 {fix}")
+    require(num_host_blocks is None, "hisparse_host_num_blocks", num_host_blocks, f"None {fix}")
+    num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+    cacheable = kv_cache_config.prefix_cacheable_group_ids
+    places: list[tuple[Place, ...]] = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        replicas = _tensor_replicas(group, parallel.tensor_parallel_size, num_kv_heads)
+        ranks = range(num_ranks(vllm_config) if index in cacheable else 0)
+        places.append(tuple(_in_tree_place(parallel, rank, replicas) for rank in ranks))
+    return tuple(places)
+
+
+def _in_tree_place(parallel: Any, rank: int, replicas: int) -> Place:
+    stage, tp = divmod(rank, parallel.tensor_parallel_size)
+    return Place(tp=tp // replicas, pcp=0, dcp=0, pp=stage % parallel.pipeline_parallel_size)
+
+
+def _tensor_replicas(group: Any, tp: int, num_kv_heads: int) -> int:
+    """Neighbouring tensor ranks that hold the same bytes of the group."""
+    specs = list(iter_layer_specs(group.kv_cache_spec))
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        return 1
+    if all(isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) for spec in specs):
+        return tp
+    return max(1, tp // num_kv_heads)
 
 
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:

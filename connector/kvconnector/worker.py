@@ -1,16 +1,15 @@
 """The worker half: knows where blocks lie, starts jobs, and reports each that ended exactly once."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.jobs import Ended, LoadJob, StoreJob
-from kvconnector.layout import CacheView, GroupLayout, group_layout
+from kvconnector.keys import LayoutsOf
+from kvconnector.layout import CacheView, GroupLayout, group_layouts
 from kvconnector.metadata import StepMetadata, WorkerReport
-from kvconnector.metrics import WAITING, Numbers, Operation, Tally
 from kvconnector.store import MooncakeStore, Pieces
 from kvconnector.transfer import TransferThread
 from kvconnector.vllm_compat import KVConnectorTransferResults
@@ -18,21 +17,28 @@ from kvcore.errors import InvalidArgument
 from kvcore.keys import BlockKey
 from kvcore.ports import Clock, StoreOutcome
 from kvcore.spec import ModelSpec
-from kvcore.types import GroupId
 
 
 class WorkerHalf:
     """One per worker of an engine that serves `model`. `rank` is the shard of every block that it holds.
 
+    `layouts` says what a block's value is.
+
     In each step: `start_load_kv`, `wait_for_save`, then `get_transfer_results`, which takes the jobs that have ended,
-    and after it what it could not say: `take_unloaded_block_ids` (`ModelSpec.loads_in_part`), `take_report`, and
-    `take_numbers`.
+    and after it what it could not say: `take_unloaded_block_ids` (`ModelSpec.loads_in_part`) and `take_report`.
     """
 
     def __init__(
-        self, config: ConnectorConfig, store: MooncakeStore, clock: Clock, rank: int, model: ModelSpec
+        self,
+        config: ConnectorConfig,
+        store: MooncakeStore,
+        clock: Clock,
+        rank: int,
+        model: ModelSpec,
+        layouts: LayoutsOf = group_layouts,
     ) -> None:
         self._store = store
+        self._layouts_of = layouts
         self._loads_in_part = model.loads_in_part
         self._rank = rank
         self._layouts: tuple[GroupLayout, ...] = ()
@@ -41,16 +47,14 @@ class WorkerHalf:
         self._unloaded_block_ids: set[int] = set()
         self._loads = TransferThread[LoadJob]("kvtwin-load", self._get, config.load_deadline_ms, clock)
         self._stores = TransferThread[StoreJob]("kvtwin-store", self._put, config.store_deadline_ms, clock)
-        self._tally = Tally()
-        self._loads.on_ended = partial(self._count, Operation.LOAD)
-        self._stores.on_ended = partial(self._count, Operation.STORE)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> None:
         """Learn where the blocks of each group lie, and give their memory to the store."""
-        num_blocks = kv_cache_config.num_blocks
-        self._layouts = tuple(
-            group_layout(_views(group.layer_names, kv_caches), num_blocks) for group in kv_cache_config.kv_cache_groups
-        )
+        groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+        for layer in (layer for layers in groups for layer in layers if layer not in kv_caches):
+            raise InvalidArgument("kv_caches", sorted(kv_caches), f"an entry for layer {layer}")
+        views = {layer: [_view(layer, tensor) for tensor in _tensors(cache)] for layer, cache in kv_caches.items()}
+        self._layouts = self._layouts_of(views, groups, kv_cache_config.num_blocks)
         tensors = [tensor for cache in kv_caches.values() for tensor in _tensors(cache)]
         for address, size_bytes in {_storage(tensor) for tensor in tensors}:
             self._store.register(address, size_bytes)
@@ -90,11 +94,6 @@ class WorkerHalf:
         ended, self._ended = self._ended, []
         return WorkerReport(tuple(ended)) if ended else None
 
-    def take_numbers(self) -> Numbers:
-        """What was counted since the last call."""
-        waiting = {Operation.LOAD: self._loads.num_waiting, Operation.STORE: self._stores.num_waiting}
-        return self._tally.take({WAITING.of(operation.value): jobs for operation, jobs in waiting.items()})
-
     def close(self) -> bool:
         """Stop both threads, and say whether they have ended."""
         return all([self._loads.close(), self._stores.close()])
@@ -105,17 +104,6 @@ class WorkerHalf:
     def _put(self, job: StoreJob, deadline_ns: int) -> Sequence[StoreOutcome]:
         return self._store.put(*self._addressed(job), deadline_ns)
 
-    def _count(
-        self, operation: Operation, job: LoadJob | StoreJob, outcomes: Sequence[StoreOutcome], took_ns: int
-    ) -> None:
-        """Runs on the thread that ended the job."""
-        self._tally.keys(operation, outcomes)
-        moved = [
-            entry.group for entry, outcome in zip(job.entries, outcomes, strict=True) if outcome is StoreOutcome.OK
-        ]
-        sizes_bytes = [moved.count(GroupId(group)) * layout.block_bytes for group, layout in enumerate(self._layouts)]
-        self._tally.moved(operation, sum(sizes_bytes), took_ns)
-
     def _addressed(self, job: LoadJob | StoreJob) -> tuple[list[BlockKey], list[Pieces]]:
         keys: list[BlockKey] = []
         buffers: list[Pieces] = []
@@ -123,15 +111,6 @@ class WorkerHalf:
             keys.append(BlockKey(job.namespace, group, self._rank, block_hash))
             buffers.append(self._layouts[group].locate(block_id))
         return keys, buffers
-
-
-def _views(layers: Iterable[str], kv_caches: Mapping[str, Any]) -> list[CacheView]:
-    views = []
-    for layer in layers:
-        if layer not in kv_caches:
-            raise InvalidArgument("kv_caches", sorted(kv_caches), f"an entry for layer {layer}")
-        views += [_view(layer, tensor) for tensor in _tensors(kv_caches[layer])]
-    return views
 
 
 def _tensors(cache: Any) -> Sequence[torch.Tensor]:
@@ -142,7 +121,7 @@ def _tensors(cache: Any) -> Sequence[torch.Tensor]:
 def _view(layer: str, tensor: torch.Tensor) -> CacheView:
     item_bytes = tensor.element_size()
     strides_bytes = tuple(stride * item_bytes for stride in tensor.stride())
-    return CacheView(layer, tensor.data_ptr(), tuple(tensor.shape), strides_bytes, item_bytes)
+    return CacheView(layer, tensor.data_ptr(), tuple(tensor.shape), strides_bytes, item_bytes, _storage(tensor))
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:

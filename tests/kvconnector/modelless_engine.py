@@ -88,10 +88,6 @@ class Lookups:
     def forget(self, asker):
         """The request has ended; what is answered after that must be ignored."""
 
-    @property
-    def num_waiting(self):
-        return len(self.asked)
-
     def answer(self, pool):
         """The next question of the oldest dialogue, from what the pool holds now."""
         if not self.asked:
@@ -130,7 +126,7 @@ class Thread:
 def without_threads(monkeypatch):
     """Every connector made from here on has no thread and no Mooncake."""
     store = SimpleNamespace(join=lambda deadline_ns: False)
-    monkeypatch.setattr(connector_module, "MooncakeStore", lambda config, clock: store)
+    monkeypatch.setattr(connector_module, "MooncakeStore", lambda config, clock, text: store)
     monkeypatch.setattr(connector_module, "LookupThread", Lookups)
     monkeypatch.setattr(worker_module, "TransferThread", Thread)
 

@@ -52,7 +52,7 @@ def test_sizes(text, size_bytes):
     ("extra", "message"),
     [
         ({"lookup_deadline": 50}, "did you mean lookup_deadline_ms"),
-        ({"zzz": 1}, "one of device_name, global_segment_size"),
+        ({"zzz": 1}, "one of cache_prefix, device_name, global_segment_size"),
         ({"lookup_deadline_ms": "50"}, "integer >= 1"),
         ({"lookup_deadline_ms": 0}, "integer >= 1"),
         ({"offer_ttl_ms": True}, "integer >= 1"),

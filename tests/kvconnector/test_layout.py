@@ -25,7 +25,8 @@ class Cache:
 
     def view(self, layer="layer"):
         address = self.base + self.logical.__array_interface__["data"][0] - self.memory.__array_interface__["data"][0]
-        return CacheView(layer, address, self.logical.shape, self.logical.strides, ITEM_BYTES)
+        allocation = (self.base, self.memory.nbytes)
+        return CacheView(layer, address, self.logical.shape, self.logical.strides, ITEM_BYTES, allocation)
 
     def block(self, block):
         """The block's items in the order of the layout, whatever its kernel blocks: [head, token, content] or
@@ -139,7 +140,7 @@ def test_layers_that_share_a_cache_are_stored_once():
 
 
 def view(shape, strides, item_bytes=2):
-    return CacheView("model.layers.0", 1 << 40, shape, strides, item_bytes)
+    return CacheView("model.layers.0", 1 << 40, shape, strides, item_bytes, (1 << 40, 1 << 30))
 
 
 @pytest.mark.parametrize(
