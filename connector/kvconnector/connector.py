@@ -13,7 +13,9 @@ from typing import Any
 from kvconnector.config import PATIENCE, ConnectorConfig, KeyNames, PoolConfig, read_config
 from kvconnector.keys import InTreeFormat, KeyFormat, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
+from kvconnector.metrics import Numbers
 from kvconnector.scheduler import KeySpace, SchedulerHalf
+from kvconnector.stats import PromMetrics, Stats
 from kvconnector.store import MooncakeStore
 from kvconnector.transfer import LookupThread
 from kvconnector.vllm_compat import (
@@ -71,11 +73,11 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             unit = hash_block_size(vllm_config, kv_cache_config)
             keys = KeySpace(names.namespace, unit, num_ranks(vllm_config))
             self._scheduler = SchedulerHalf(Planner(model), _policy(config), keys, self._lookups, clock)
-            self._stop = self._lookups.close
+            self._stop, self._take_numbers = self._lookups.close, self._scheduler.take_numbers
         else:
             self._store = MooncakeStore(pool, clock, text=names.text)
             self._worker = WorkerHalf(config, self._store, clock, rank_of(vllm_config), model, names.layouts)
-            self._stop = self._worker.close
+            self._stop, self._take_numbers = self._worker.close, self._worker.take_numbers
         self._store.join(clock.now_ns() + JOIN_PATIENCE_NS)
 
     @property
@@ -164,6 +166,27 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_report()
 
     # -- both --------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """What this half counted since the last step; None when that is nothing."""
+        numbers = self._take_numbers()
+        return Stats(numbers) if numbers else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: Numbers | None = None) -> Stats:
+        """The numbers that came from the engine, or none."""
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        """See `PromMetrics`; made where the API server is."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Stop this half's threads, and leave the pool unless one of them is in a call that does not end."""

@@ -1,6 +1,7 @@
 """The worker half: knows where blocks lie, starts jobs, and reports each that ended exactly once."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from kvconnector.jobs import Ended, LoadJob, StoreJob
 from kvconnector.keys import LayoutsOf
 from kvconnector.layout import CacheView, GroupLayout, group_layouts
 from kvconnector.metadata import StepMetadata, WorkerReport
+from kvconnector.metrics import WAITING, Numbers, Operation, Tally
 from kvconnector.store import MooncakeStore, Pieces
 from kvconnector.transfer import TransferThread
 from kvconnector.vllm_compat import KVConnectorTransferResults
@@ -17,6 +19,7 @@ from kvcore.errors import InvalidArgument
 from kvcore.keys import BlockKey
 from kvcore.ports import Clock, StoreOutcome
 from kvcore.spec import ModelSpec
+from kvcore.types import GroupId
 
 
 class WorkerHalf:
@@ -25,7 +28,8 @@ class WorkerHalf:
     `layouts` says what a block's value is.
 
     In each step: `start_load_kv`, `wait_for_save`, then `get_transfer_results`, which takes the jobs that have ended,
-    and after it what it could not say: `take_unloaded_block_ids` (`ModelSpec.loads_in_part`) and `take_report`.
+    and after it what it could not say: `take_unloaded_block_ids` (`ModelSpec.loads_in_part`), `take_report`, and
+    `take_numbers`.
     """
 
     def __init__(
@@ -47,6 +51,9 @@ class WorkerHalf:
         self._unloaded_block_ids: set[int] = set()
         self._loads = TransferThread[LoadJob]("kvtwin-load", self._get, config.load_deadline_ms, clock)
         self._stores = TransferThread[StoreJob]("kvtwin-store", self._put, config.store_deadline_ms, clock)
+        self._tally = Tally()
+        self._loads.on_ended = partial(self._count, Operation.LOAD)
+        self._stores.on_ended = partial(self._count, Operation.STORE)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> None:
         """Learn where the blocks of each group lie, and give their memory to the store."""
@@ -94,6 +101,11 @@ class WorkerHalf:
         ended, self._ended = self._ended, []
         return WorkerReport(tuple(ended)) if ended else None
 
+    def take_numbers(self) -> Numbers:
+        """What was counted since the last call."""
+        waiting = {Operation.LOAD: self._loads.num_waiting, Operation.STORE: self._stores.num_waiting}
+        return self._tally.take({WAITING.of(operation.value): jobs for operation, jobs in waiting.items()})
+
     def close(self) -> bool:
         """Stop both threads, and say whether they have ended."""
         return all([self._loads.close(), self._stores.close()])
@@ -103,6 +115,17 @@ class WorkerHalf:
 
     def _put(self, job: StoreJob, deadline_ns: int) -> Sequence[StoreOutcome]:
         return self._store.put(*self._addressed(job), deadline_ns)
+
+    def _count(
+        self, operation: Operation, job: LoadJob | StoreJob, outcomes: Sequence[StoreOutcome], took_ns: int
+    ) -> None:
+        """Runs on the thread that ended the job."""
+        self._tally.keys(operation, outcomes)
+        moved = [
+            entry.group for entry, outcome in zip(job.entries, outcomes, strict=True) if outcome is StoreOutcome.OK
+        ]
+        sizes_bytes = [moved.count(GroupId(group)) * layout.block_bytes for group, layout in enumerate(self._layouts)]
+        self._tally.moved(operation, sum(sizes_bytes), took_ns)
 
     def _addressed(self, job: LoadJob | StoreJob) -> tuple[list[BlockKey], list[Pieces]]:
         keys: list[BlockKey] = []

@@ -88,6 +88,10 @@ class Lookups:
     def forget(self, asker):
         """The request has ended; what is answered after that must be ignored."""
 
+    @property
+    def num_waiting(self):
+        return len(self.asked)
+
     def answer(self, pool):
         """The next question of the oldest dialogue, from what the pool holds now."""
         if not self.asked:
