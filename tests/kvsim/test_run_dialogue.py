@@ -1,4 +1,4 @@
-"""Lookups of several rounds in a run: what each takes, that the deadline cuts between them, and that a jump is exact."""
+"""Lookups of several rounds in a run: what each takes, deadlines between them, and that a jump is exact."""
 
 from collections import defaultdict
 from dataclasses import replace
