@@ -56,7 +56,7 @@ class Instance:
         self.index = index
         self.scheduler = scheduler
         self.num_steps = 0
-        self._client: PoolClient | None = None
+        self.client: PoolClient | None = None
         self._clock = clock
         self._step_time = step_time
         self._log = log
@@ -71,7 +71,7 @@ class Instance:
 
     def attach(self, client: PoolClient) -> None:
         """Use the pool through this client."""
-        self._client = client
+        self.client = client
         self.scheduler.pool = client
 
     def submit(self, sequence: Sequence) -> None:
@@ -160,8 +160,8 @@ class Instance:
             if not sequence.num_output and before + num_new == sequence.input_len:
                 self._log.add(self._clock.now_ps, Kind.FIRST_TOKEN, sequence.index)
         finished = self.scheduler.complete(self._step, num_steps, self._clock.now_ns)
-        if self._client is not None:
-            self._client.start_stores()
+        if self.client is not None:
+            self.client.start_stores()
         for sequence in finished:
             self._log.add(self._clock.now_ps, Kind.FINISHED, sequence.index, sequence.num_output, self.index)
             self._on_finished(sequence)

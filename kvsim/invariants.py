@@ -131,6 +131,16 @@ def loads_were_proven(simulation: Simulation, _events: Events) -> None:
     assert num_loaded <= pool.store.counters.got, (num_loaded, pool.store.counters)
 
 
+def lookups_add_up(simulation: Simulation, _events: Events) -> None:
+    """No key is asked twice in one dialogue; what the dialogues asked and found is what the pool has counted."""
+    pool = simulation.pool
+    if pool is None:
+        return
+    clients = [instance.client for instance in simulation.instances if instance.client is not None]
+    asked, found = sum(client.num_asked for client in clients), sum(client.num_found for client in clients)
+    assert (asked, found) == (pool.store.counters.asked, pool.store.counters.found), (asked, found, pool.store.counters)
+
+
 def loads_were_stored(simulation: Simulation, _events: Events) -> None:
     """Nothing is got that was not put before."""
     if simulation.pool is None:
@@ -213,6 +223,7 @@ INVARIANTS: dict[int, Callable[[Simulation, Events], None]] = {
     14: load_attempts_bounded,
     19: pool_objects_conserved,
     20: log_tells_decisions,
+    21: lookups_add_up,
 }
 """By their number in docs/INVARIANTS.md; the others there are properties under test."""
 

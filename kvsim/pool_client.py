@@ -61,6 +61,10 @@ class PoolClient:
         self._planned_stores: list[tuple[Sequence, Store, list[Holding]]] = []
         self._wakes: set[tuple[Sequence, int]] = set()
         self._answer_at_ps: dict[Sequence, int] = {}
+        self.num_asked = 0
+        """Different keys of each dialogue, over those that have ended."""
+        self.num_found = 0
+        """Those of them that the pool had."""
 
     def lookup(self, sequence: Sequence, plan: Lookup) -> None:
         """Put the next question to the master; its answer is as of the moment it arrives."""
@@ -111,6 +115,8 @@ class PoolClient:
             self.lookup(sequence, plan)
             self.wake_at(sequence, plan.deadline_ns)
             return
+        self.num_asked += count_blocks(plan.dialogue.asked)
+        self.num_found += count_blocks(plan.dialogue.present)
         self._engine.post(partial(sequence.kv.lookup_answered, plan.ticket, self._clock.now_ns))
 
     def _loaded(self, sequence: Sequence, plan: Load, failed: GroupRuns) -> None:

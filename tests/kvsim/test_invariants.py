@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvcore.frontier import Frontier
 from kvsim.events import EventLog, Kind
 from kvsim.invariants import INVARIANTS, InvariantBroken, check
 from kvsim.run import simulation
@@ -192,6 +193,14 @@ def log_hides_a_late_miss(done):
     machine(done).decisions.late_misses = 1
 
 
+def a_round_is_not_told(done):
+    done.instances[1].client.num_asked -= 1
+
+
+def the_pool_finds_more_than_it_says(done):
+    done.pool.store.counters.found += 1
+
+
 BROKEN = [
     (1, arrives_twice), (1, never_ends), (1, ends_twice), (1, never_admitted), (1, ends_early),
     (2, keeps_a_block), (2, is_left_in_the_queue), (2, is_left_running),
@@ -205,6 +214,7 @@ BROKEN = [
     (14, loads_fail_for_ever),
     (19, an_object_is_lost), (19, pool_overflows),
     (20, log_has_another_hit), (20, log_hides_a_late_miss),
+    (21, a_round_is_not_told), (21, the_pool_finds_more_than_it_says),
 ]  # fmt: skip
 
 
@@ -222,6 +232,19 @@ def test_a_tampered_run_is_rejected(number, tamper, monkeypatch):
 
 def test_each_invariant_has_a_way_to_break_it():
     assert {number for number, _ in BROKEN} == set(INVARIANTS)
+
+
+def test_a_dialogue_that_repeats_itself_is_noticed(monkeypatch):
+    def prefix_from_the_start(frontier, length):
+        frontier._asked_blocks = [0]
+        return prefix(frontier, length)
+
+    prefix = Frontier._prefix
+    many_blocks = ["engine.block_size=1", "engine.num_gpu_blocks=1500"]
+    assert check(finished_run(*many_blocks)) == "ok"
+    monkeypatch.setattr(Frontier, "_prefix", prefix_from_the_start)
+    with pytest.raises(InvariantBroken, match=r"^invariant 21: "):
+        check(finished_run(*many_blocks))
 
 
 @pytest.mark.parametrize(
