@@ -71,6 +71,12 @@ class Planner:
         missing = minus(_needed(self._units, resume_len), _needed(self._units, local_hit_len))
         return objects_for(self.model, missing, present)
 
+    def usable(self, present: GroupRuns, resume_len: int) -> GroupRuns:
+        """Of what is present, all but states when none is the one after just `resume_len` tokens."""
+        sizes = zip(self.model.groups, self._units.groups, strict=True)
+        states = {g for g, (spec, unit) in enumerate(sizes) if not spec.positional and resume_len % unit.block_size}
+        return tuple(() if index in states else runs for index, runs in enumerate(present))
+
     def held(self, prefix_len: int) -> GroupRuns:
         """Blocks an engine that resumes at `prefix_len` holds; no tails, which are in blocks."""
         return _needed(self.model, prefix_len) + self._no_tails
@@ -108,8 +114,9 @@ class Planner:
             return resume_len
         if not self.model.loads_in_part:
             return 0
-        first_failed = failed[0][0][0] * self.model.groups[0].block_size
-        return align_down(min(resume_len, first_failed), self.model.alignment)
+        steps = (self.model.groups[0].block_size, self.model.hit_step)
+        firsts = (runs[0][0] * step for runs, step in zip(failed, steps, strict=False) if runs)
+        return align_down(min(resume_len, *firsts), self.model.alignment)
 
 
 def _needed(model: ModelSpec, prefix_len: int) -> GroupRuns:

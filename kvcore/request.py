@@ -93,13 +93,15 @@ class KVRequest:
     _void_stores: set[int] = field(default_factory=set)
     _saved_len: int = 0
     _owed: GroupRuns = field(init=False)
+    _given: GroupRuns = field(init=False)
     _is_foreign: bool = False
+    _kept_back: bool = False
     _failed_loads: int = 0
     _next_ticket: int = 0
 
     def __post_init__(self) -> None:
         nothing = self.planner.nothing
-        self._owed = nothing
+        self._owed = self._given = nothing
         self.decisions = Decisions(nothing, nothing, nothing, nothing)
 
     @property
@@ -163,10 +165,12 @@ class KVRequest:
         bound = f"0 to {offer.num_tokens}, which was offered last"
         require(0 <= num_tokens <= offer.num_tokens, "num_tokens", num_tokens, bound)
         self._record_admission(offer, num_tokens)
-        self._owed = self._unsaved_hits(now_ns)
-        self._saved_len = max(self._saved_len, self._local_hit_len + num_tokens)
+        resume_len = self._local_hit_len + num_tokens
+        self._owed = self._unsaved_hits(resume_len, now_ns)
+        if not self._kept_back:
+            self._saved_len = max(self._saved_len, resume_len)
         self.state = State.COMPUTING
-        load = self._plan_load(num_tokens) if num_tokens else None
+        load = self._plan_load(resume_len) if num_tokens else None
         self._answer = None
         return load
 
@@ -204,8 +208,7 @@ class KVRequest:
         """
         self._expect("state_saved")
         blocks = self.planner.store_state(group, state_len, self.num_prompt_tokens)
-        planned = plus(self.decisions.stored, self.decisions.loaded)
-        return self._store(minus(blocks, planned), self.planner.nothing, state_len, now_ns)
+        return self._store(minus(blocks, self._given), self.planner.nothing, state_len, now_ns)
 
     def store_finished(self, ticket: int, rejected: GroupRuns, now_ns: int) -> None:
         """The store ended; `rejected` were not written. Its blocks need no pin any more."""
@@ -214,20 +217,23 @@ class KVRequest:
             self.decisions.late_answers += 1
             return
         lost = common(rejected, blocks)
-        if any(lost):
-            self.decisions.rejected = plus(self.decisions.rejected, lost)
-            self.decisions.stored = minus(self.decisions.stored, lost)
+        written = minus(blocks, lost)
+        if any(lost) or any(self.decisions.rejected):
+            self.decisions.rejected = minus(plus(self.decisions.rejected, lost), written)
+            self.decisions.stored = plus(minus(self.decisions.stored, lost), written)
         if ticket in self._void_stores:
             self._void_stores.remove(ticket)
             return
-        written = minus(blocks, lost)
+        self._given = minus(self._given, lost)
         self.experience.unsaved.forget(written, self.name_of)
         self.experience.denied.forget(written, self.name_of)
-        self._note_unsaved(lost, now_ns)
+        self.experience.unsaved.note(lost, self.name_of, now_ns)
 
     def preempted(self) -> None:
         """The engine took the blocks away; stores in flight keep theirs."""
         self._expect("preempted")
+        # What waits for the end to be stored may be a local hit then, which does not say that the pool was given it.
+        self._kept_back = self.planner.model.prefix_closed and not self._is_foreign
         self._wait_again()
 
     def finished(self, num_tokens: int, now_ns: int) -> Store | None:
@@ -245,10 +251,10 @@ class KVRequest:
         """The pool's namespace ended. What is loaded or computed goes on, as in the engine, but is shared no more."""
         self._answer = None
         self._offer = _NOTHING_OFFERED
-        self._owed = self.planner.nothing
+        self._owed = self._given = self.planner.nothing
         self._void_stores |= self._stores.keys()
         self._is_foreign = self.state in (State.LOADING, State.COMPUTING)
-        self._saved_len = 0
+        self._saved_len, self._kept_back = 0, False
         if self.state in (State.ASKING, State.OFFERED):
             self.state = State.WAITING
 
@@ -266,11 +272,9 @@ class KVRequest:
 
         An answer is offered once, however old it is: no request asks for ever without an offer in between.
         """
-        if local_hit_len < answer.local_hit_len:
-            return True
-        if self.state is not State.OFFERED or answer.answered_ns is None:
-            return False
-        return now_ns - answer.answered_ns > self.policy.offer_ttl_ns
+        offered_ns = answer.answered_ns if self.state is State.OFFERED else None
+        is_old = offered_ns is not None and now_ns - offered_ns > self.policy.offer_ttl_ns
+        return is_old or local_hit_len < answer.local_hit_len
 
     def _ask(self, local_hit_len: int, num_tokens: int, now_ns: int) -> Lookup | Offer:
         dialogue = self.planner.frontier(local_hit_len, num_tokens, self._denied(local_hit_len, num_tokens, now_ns))
@@ -317,26 +321,28 @@ class KVRequest:
         self.decisions.external_hit_len = offer.num_tokens
         self.decisions.granted_len = num_tokens
 
-    def _plan_load(self, num_tokens: int) -> Load:
+    def _plan_load(self, resume_len: int) -> Load:
         assert self._answer is not None
-        resume_len = self._local_hit_len + num_tokens
-        wanted = self.planner.load(self._local_hit_len, resume_len, self._answer.present)
-        proven = common(wanted, self._answer.present)
+        present = self.planner.usable(self._answer.present, resume_len)
+        wanted = self.planner.load(self._local_hit_len, resume_len, present)
+        proven = common(wanted, present)
         self._load = Load(self._ticket(), resume_len, proven, minus(wanted, proven))
         self.decisions.loaded = plus(self.decisions.loaded, proven)
+        self._given = plus(self._given, proven)
         self.state = State.LOADING
         return self._load
 
     def _resume(self, load: Load, failed: GroupRuns, now_ns: int) -> int:
         self.decisions.late_misses += count_blocks(failed)
         self.decisions.loaded = minus(self.decisions.loaded, failed)
+        self._given = minus(self._given, failed)
         unwritten = plus(failed, load.unproven)
         valid_len = self.planner.valid_len(load.resume_len, unwritten)
-        if any(failed) and not self._is_foreign:
+        if not self._is_foreign:
             self.experience.denied.note(failed, self.name_of, now_ns)
         if any(unwritten):
             self._failed_loads += 1
-            self._saved_len = valid_len
+            self._saved_len, self._kept_back = min(self._saved_len, valid_len), False
         if valid_len:
             self.state = State.COMPUTING
         else:
@@ -349,23 +355,27 @@ class KVRequest:
         self._is_foreign = False
         self._owed = self.planner.nothing
 
-    def _unsaved_hits(self, now_ns: int) -> GroupRuns:
-        """What the engine holds of the sequence and the pool was never given."""
+    def _unsaved_hits(self, resume_len: int, now_ns: int) -> GroupRuns:
+        """What the engine holds of the sequence, also when it resumes, and the pool was never given."""
         unsaved = self.experience.unsaved
         if not len(unsaved):
             return self.planner.nothing
         kept = self.planner.store(0, self._local_hit_len, self.num_prompt_tokens)
-        return unsaved.known(common(kept, self.planner.held(self._local_hit_len)), self.name_of, now_ns)
+        held = common(self.planner.held(self._local_hit_len), self.planner.held(resume_len))
+        return unsaved.known(common(kept, held), self.name_of, now_ns)
 
     def _plan_store(self, num_tokens: int, now_ns: int) -> Store | None:
         ended = self.state is State.FINISHED
-        if num_tokens <= self._saved_len and not ended and not any(self._owed):
+        if self._is_foreign or (num_tokens <= self._saved_len and not ended and not any(self._owed)):
             return None
         saved_len, self._saved_len = self._saved_len, max(num_tokens, self._saved_len)
         blocks, again = self.planner.store(saved_len, self._saved_len, self.num_prompt_tokens), self._owed
+        if self._kept_back:
+            blocks = minus(blocks, self._given)
         if ended:
             held = self.planner.held(num_tokens)
-            blocks, again = common(blocks, held), common(plus(again, self.decisions.rejected), held)
+            refused = common(self.decisions.rejected, self.planner.store(0, num_tokens, self.num_prompt_tokens))
+            blocks, again = common(blocks, held), common(plus(again, minus(refused, self._given)), held)
         self._owed = self.planner.nothing
         return self._store(plus(blocks, again), again, num_tokens, now_ns)
 
@@ -378,16 +388,13 @@ class KVRequest:
             again = plus(owed, self.experience.unsaved.known(blocks, self.name_of, now_ns))
         sequence_len = max(computed_len, self.num_prompt_tokens)
         admitted = common(self.policy.admission.admit(blocks, again, sequence_len), blocks)
-        self._note_unsaved(minus(blocks, admitted), now_ns)
+        self.experience.unsaved.note(minus(blocks, admitted), self.name_of, now_ns)
         if not any(admitted):
             return None
         store = Store(self._ticket(), admitted, self.hints)
         self._stores[store.ticket] = admitted
         self.decisions.stored = plus(self.decisions.stored, admitted)
+        self._given = plus(self._given, admitted)
         if any(self.decisions.rejected):
             self.decisions.rejected = minus(self.decisions.rejected, admitted)
         return store
-
-    def _note_unsaved(self, blocks: GroupRuns, now_ns: int) -> None:
-        if any(blocks):
-            self.experience.unsaved.note(blocks, self.name_of, now_ns)

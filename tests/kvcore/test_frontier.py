@@ -13,7 +13,8 @@ from kvcore.masks import lookup_runs
 from kvcore.planner import Planner
 from kvcore.runs import from_blocks
 from kvcore.spec import FullAttention, ModelSpec, Recurrent, SlidingWindow
-from tests.kvcore.attention_oracle import Full, State, as_sets, attention_of, specs
+from tests.kvcore.attention_oracle import as_sets, specs
+from tests.kvcore.pool_objects import brute_hit, objects_of
 
 NUM_TOKENS = 96
 
@@ -48,105 +49,20 @@ def split_models(draw):
     return ModelSpec(groups, drafts, hash_unit=unit, hit_unit=unit)
 
 
-def spaces(model, num_tokens):
-    """How many objects of each kind a sequence has: blocks or states of each group, then tails."""
-    unit = model.hit_step
-    sizes = [
-        unit if model.splits_blocks and isinstance(group, Recurrent) else group.block_size for group in model.groups
-    ]
-    return [num_tokens // size for size in (*sizes, *(unit for _ in model.tail_groups))]
-
-
 @st.composite
 def pools(draw, model):
     """Per kind of object, a set: all, none, a prefix, a few, all but a few."""
-    return real_objects(model, [draw(_objects(count)) for count in spaces(model, NUM_TOKENS)])
-
-
-def real_objects(model, pool):
-    """A tail that ends where its block does is that block, under the block's name."""
-    tails = zip(model.tail_groups, pool[len(model.groups) :], strict=True)
-    sizes_and_units = [(model.groups[group].block_size // model.hit_step, units) for group, units in tails]
-    ends_inside = [{unit for unit in units if (unit + 1) % size} for size, units in sizes_and_units]
-    return (*pool[: len(model.groups)], *ends_inside)
+    return tuple(draw(_some(objects)) for objects in objects_of(model, NUM_TOKENS))
 
 
 @st.composite
-def _objects(draw, count):
-    everything = set(range(count))
-    some = st.sets(st.sampled_from(range(count)), max_size=4) if count else st.just(set())
+def _some(draw, everything):
+    few = st.sets(st.sampled_from(sorted(everything)), max_size=4) if everything else st.just(set())
     kind = draw(st.sampled_from(("all", "all", "but", "but", "prefix", "few", "none")))
     if kind == "prefix":
-        return set(range(draw(st.integers(0, count))))
-    return {"all": everything, "but": everything - draw(some), "few": draw(some), "none": set()}[kind]
-
-
-def brute_hit(model, local, limit, pool):
-    """The longest length at which every token or state that the next one reads is held, and each draft's proof.
-
-    By objects that end inside the sequence: where the limit is inside a block, its whole block is none.
-    """
-    pool = within(model, limit, pool)
-    for length in range(limit, local, -1):
-        if length % model.hit_step == 0 and all(_resumes(model, g, length, local, pool) for g in range(len(pool))):
-            return length
-    return local
-
-
-def within(model, limit, pool):
-    sizes = [group.block_size for group in model.groups]
-    margins = [*model.margins, *(model.margins[group] for group in model.tail_groups)]
-    if model.splits_blocks:
-        sizes = [model.hit_step if isinstance(group, Recurrent) else group.block_size for group in model.groups]
-    sizes += [model.hit_step for _ in model.tail_groups]
-    return tuple(
-        {block for block in held if (block + 1) * size <= limit + margin}
-        for held, size, margin in zip(pool, sizes, margins, strict=True)
-    )
-
-
-def _resumes(model, group, length, local, pool):
-    if group >= len(model.groups):
-        return True
-    spec = model.groups[group]
-    attention = attention_of(spec)
-    proof_len = length + model.margins[group]
-    if isinstance(attention, State):
-        return _has_state(model, group, length, pool) and all(
-            map(_proven(model, group, pool), range(length, proof_len))
-        )
-    read = set(attention.reads(length)) | set(range(length, proof_len))
-    if not model.splits_blocks and length % spec.block_size:
-        read |= set(range(length // spec.block_size * spec.block_size, length))
-    local_reads = set(attention.reads(local))
-    blocks_held = {token // spec.block_size for token in local_reads if token < local}
-    has = _proven(model, group, pool)
-    in_engine = (
-        (lambda t: t < local)
-        if isinstance(attention, Full)
-        else (lambda t: t < local and t // spec.block_size in blocks_held)
-    )
-    return all(has(token) or in_engine(token) for token in read)
-
-
-def _has_state(model, group, length, pool):
-    size = model.hit_step if model.splits_blocks else model.groups[group].block_size
-    return length // size - 1 in pool[group]
-
-
-def _proven(model, group, pool):
-    size = model.groups[group].block_size
-
-    def has(token):
-        if token // size in pool[group]:
-            return True
-        if group not in model.tail_groups:
-            return False
-        tails = pool[len(model.groups) + model.tail_groups.index(group)]
-        unit = model.hit_step
-        return any(u * unit // size == token // size and (u + 1) * unit > token for u in tails)
-
-    return has
+        end = draw(st.integers(0, NUM_TOKENS))
+        return {position for position in everything if position < end}
+    return {"all": everything, "but": everything - draw(few), "few": draw(few), "none": set()}[kind]
 
 
 def dialogue(model, local, limit):
@@ -210,7 +126,7 @@ def test_rounds_are_few(case):
 def test_a_whole_hit_takes_three_rounds(case):
     model, local, limit, _ = case
     frontier = dialogue(model, local, limit)
-    ask(frontier, real_objects(model, [set(range(count)) for count in spaces(model, NUM_TOKENS + 64)]))
+    ask(frontier, objects_of(model, NUM_TOKENS + 64))
     assert frontier.hit_len == limit and frontier.rounds <= 3
 
 

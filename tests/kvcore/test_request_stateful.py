@@ -1,24 +1,24 @@
-"""Any interleaving of requests, pool and engine, with tagged block contents; and that broken ones are told apart."""
+"""Any interleaving of requests, engines and the pool they share, with tagged block contents.
+
+That the rules find mistakes: test_request_mistakes.py.
+"""
 
 import sys
+from dataclasses import dataclass
 
-import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcore.planner import Planner
-from kvcore.plans import PoolPolicy, Wait
-from kvcore.request import KVRequest, State
+from kvcore.admission import AdmitAll
+from kvcore.group_runs import common
+from kvcore.loading import LoadAlways
+from kvcore.plans import PoolPolicy
+from kvcore.request import State
 from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, Recurrent, SlidingWindow
-from tests.kvcore.pool_world import ALL, World, never
+from tests.kvcore.attention_oracle import models
+from tests.kvcore.driver_world import ALL
+from tests.kvcore.pool_world import World
 
 LINEAGES = ("abcdefghijklmnopqrst", "abcdefghijkl34567890", "abcdeXYZUVWRSTABCDEF", "0123456789abcdefghij")
 """Four texts; the first three share 5 or 12 tokens."""
@@ -28,14 +28,44 @@ MODELS = (
     ModelSpec((FullAttention(2), SlidingWindow(2, window=5))),
     ModelSpec((FullAttention(4), SlidingWindow(2, window=4))),
     ModelSpec((SlidingWindow(2, window=6),)),
-    ModelSpec((FullAttention(2), ChunkedLocal(2, chunk=6))),
+    ModelSpec((FullAttention(2), ChunkedLocal(2, chunk=5))),
     ModelSpec((FullAttention(2), Recurrent(4))),
+    ModelSpec((FullAttention(2),), frozenset({0})),
+    ModelSpec((FullAttention(4), SlidingWindow(2, window=4), SlidingWindow(2, window=4)), frozenset({1})),
+    ModelSpec((FullAttention(4), Recurrent(4)), hash_unit=2, hit_unit=2),
+    ModelSpec((FullAttention(4), Recurrent(4), SlidingWindow(2, window=4)), frozenset({0}), hash_unit=2, hit_unit=2),
+    ModelSpec((FullAttention(4),), hash_unit=2, hit_unit=2),
 )
-POLICIES = st.builds(PoolPolicy, st.sampled_from((1, 20)), st.sampled_from((1, 50)), st.sampled_from((1, 2, 3)))
+
+
+@dataclass(frozen=True)
+class AdmitSecondTouch:
+    """Only what the engine has had before."""
+
+    def admit(self, blocks, again, sequence_len):
+        return common(blocks, again)
+
+
+@dataclass(frozen=True)
+class LoadLongHits:
+    """At least 4 tokens."""
+
+    def worth(self, local_hit_len, hit_len, blocks):
+        return hit_len - local_hit_len >= 4
+
+
+POLICIES = st.builds(
+    PoolPolicy,
+    st.sampled_from((1, 20)),
+    st.sampled_from((1, 50)),
+    st.sampled_from((1, 2, 3)),
+    st.sampled_from((AdmitAll(), AdmitAll(), AdmitSecondTouch())),
+    st.sampled_from((LoadAlways(), LoadAlways(), LoadLongHits())),
+)
 PICK = st.integers(0, 11)
 GRANT = st.sampled_from((ALL, ALL, ALL, 0, 1, 2, 3, 4, 6))
 SOME = st.sampled_from((0, 0, 0b1, 0b10, 0b1000, 0b10100, 0b11111111))
-"""Which blocks of a plan fail: those whose number modulo 8 is a bit of it."""
+"""Which entries of a plan fail: those whose number modulo 8 is a bit of it; all when it timed out."""
 
 
 def pick(items, index):
@@ -46,26 +76,40 @@ def fails_by(bits):
     return lambda number: bool(bits >> number % 8 & 1)
 
 
+def room_for(model, share):
+    """Physical blocks: for one request and a bit, or for more."""
+    one = sum(len(LINEAGES[0]) // group.block_size + 1 for group in model.groups)
+    return int(one * share)
+
+
 class Interleavings(RuleBasedStateMachine):
     """The rules: what the world may do next, in any order."""
 
     world_type = World
     models = MODELS
 
-    @initialize(index=PICK, policy=POLICIES, blocks_per_group=st.sampled_from((11, 20)))
-    def start(self, index, policy, blocks_per_group):
-        model = pick(self.models, index)
-        self.world = self.world_type(model, policy, blocks_per_group * len(model.groups))
+    @initialize(
+        data=st.data(),
+        policy=POLICIES,
+        share=st.sampled_from((1.1, 2.0)),
+        num_ranks=st.sampled_from((1, 2)),
+        num_engines=st.sampled_from((1, 1, 2)),
+        memory_ttl_ns=st.sampled_from((25, 1_000_000)),
+    )
+    def start(self, data, policy, share, num_ranks, num_engines, memory_ttl_ns):
+        some = st.sampled_from(self.models)
+        model = data.draw(some if self.models is not MODELS else st.one_of(some, some, models(max_groups=3)))
+        self.world = self.world_type(model, policy, room_for(model, share), num_ranks, num_engines, memory_ttl_ns)
         self.world.put_by_others(LINEAGES[0], 16)
 
-    @rule(lineage=st.sampled_from(LINEAGES), length=st.integers(4, 20))
-    def put_by_others(self, lineage, length):
-        self.world.put_by_others(lineage, length)
+    @rule(lineage=st.sampled_from(LINEAGES), length=st.integers(4, 20), generation=st.sampled_from((0, 0, 1)))
+    def put_by_others(self, lineage, length, generation):
+        self.world.put_by_others(lineage, length, generation)
 
     @precondition(lambda self: len(self.world.live) < 4)
-    @rule(lineage=st.sampled_from(LINEAGES), num_prompt=st.integers(1, 17), num_output=st.integers(0, 9))
-    def arrive(self, lineage, num_prompt, num_output):
-        self.world.arrive(lineage, num_prompt, min(num_prompt + num_output, 20))
+    @rule(lineage=st.sampled_from(LINEAGES), num_prompt=st.integers(1, 17), num_output=st.integers(0, 9), engine=PICK)
+    def arrive(self, lineage, num_prompt, num_output, engine):
+        self.world.arrive(lineage, num_prompt, min(num_prompt + num_output, 20), engine)
 
     @precondition(lambda self: self.world.live)
     @rule(index=PICK, amount=st.integers(1, 9), grant=GRANT)
@@ -75,20 +119,30 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.world.live)
     @rule(index=PICK, times=st.integers(1, 6))
     def advance_on(self, index, times):
-        """Far enough to have something in the pool; answers and loads come at once."""
+        """Far enough to have something in the pool; answers come at once."""
         live, world = pick(self.world.live, index), self.world
         for _ in range(times):
             if live in world.live:
-                world.advance(live, 9, ALL)
-            for number, (asker, _) in enumerate(world.questions):
-                if asker is live:
-                    world.answer(number, frozenset())
+                world.advance(live, 9)
+            for question in world.questions:
+                if question.live is live:
+                    world.answer(question)
 
     @precondition(lambda self: self.world.questions)
-    @rule(index=PICK, unknown=st.frozensets(st.integers(0, 9), max_size=2))
-    def answer(self, index, unknown):
-        recent = min(4, len(self.world.questions))
-        self.world.answer(len(self.world.questions) - 1 - index % recent, unknown)
+    @rule(
+        index=PICK,
+        how=st.sampled_from(("round", "answer", "answer", "broken off")),
+        unknown=st.frozensets(st.integers(0, 9), max_size=2),
+    )
+    def answer(self, index, how, unknown):
+        """One round of a dialogue, the rest of it, or no more of it; in time or late, once or again."""
+        question = pick(self.world.questions[-4:], index)
+        if how == "broken off":
+            self.world.break_off(question)
+        elif how == "answer":
+            self.world.answer(question, unknown)
+        elif question.lookup.ticket not in question.live.answers and question.lookup.dialogue.open:
+            self.world.ask_round(question, unknown)
 
     @precondition(lambda self: self.world.loads)
     @rule(index=PICK, bits=SOME)
@@ -115,16 +169,19 @@ class Interleavings(RuleBasedStateMachine):
         elif live.machine.state is State.COMPUTING:
             self.world.preempt(live)
 
-    @rule(kind=st.sampled_from(("engine", "pool", "time")), amount=st.integers(1, 40))
+    @rule(kind=st.sampled_from(("engine", "pool", "time", "reset")), amount=st.integers(1, 40))
     def elsewhere(self, kind, amount):
-        """Others take free blocks of the engine, the pool evicts, time passes."""
+        """Others take free blocks of an engine, the pool evicts shards, time passes, an engine gets other weights."""
+        world = self.world
         if kind == "engine":
-            self.world.overwrite(amount)
+            pick(world.engines, amount).overwrite(amount)
         elif kind == "time":
-            self.world.now_ns += amount
-        else:
-            for key in sorted(self.world.pool)[amount % 3 :: 1 + amount % 7]:
-                del self.world.pool[key]
+            world.now_ns += amount
+        elif kind == "pool":
+            shards = sorted((key, rank) for key, ranks in world.pool.items() for rank in ranks)
+            world.evict(shards[amount % 3 :: 1 + amount % 7])
+        elif amount % 3 == 0:
+            world.reset(pick(world.engines, amount))
 
     @invariant()
     def nothing_is_wrong(self):
@@ -138,139 +195,4 @@ class Interleavings(RuleBasedStateMachine):
 
 
 class TestInterleavings(Interleavings.TestCase):
-    settings = settings(stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow])
-
-
-# -- controls: each is one mistake, and the same rules find it --------------------------------------------------------
-
-
-class IgnoresFailedLoads(KVRequest):
-    def load_finished(self, ticket, failed, now_ns):
-        return super().load_finished(ticket, self.planner.nothing, now_ns)
-
-
-class KeepsPrefixOfWindow(Planner):
-    """Takes all before the first failed block as valid, whatever a window reads."""
-
-    def valid_len(self, resume_len, failed):
-        return (
-            min(resume_len, failed[0][0][0] * 2)
-            if len(failed) == 1 and any(failed)
-            else super().valid_len(resume_len, failed)
-        )
-
-
-class BelievesWhatItAsked(KVRequest):
-    def lookup_answered(self, ticket, now_ns):
-        super().lookup_answered(ticket, now_ns)
-        if self._answer:
-            self._answer.present = self._answer.dialogue.asked
-
-
-class WaitsForEver(KVRequest):
-    def _wait(self, answer, now_ns):
-        return Wait(now_ns + 1)
-
-
-class ForgetsOldAnswers(KVRequest):
-    """An answer that has aged is not offered but asked for again."""
-
-    def _is_stale(self, answer, local_hit_len, now_ns):
-        self.state = State.OFFERED
-        return super()._is_stale(answer, local_hit_len, now_ns)
-
-
-class HidesRejections(KVRequest):
-    def store_finished(self, ticket, rejected, now_ns):
-        super().store_finished(ticket, self.planner.nothing, now_ns)
-
-
-class CountsReportsTwice(KVRequest):
-    def store_finished(self, ticket, rejected, now_ns):
-        self._stores.setdefault(ticket, self.decisions.stored)
-        super().store_finished(ticket, rejected, now_ns)
-
-
-class StoresAllAtTheEnd(KVRequest):
-    """Generated blocks wait for the end, also where a window gives them back before."""
-
-    def computed(self, num_tokens, now_ns):
-        self._expect("computed")
-        return self._plan_store(min(num_tokens, self.num_prompt_tokens), now_ns)
-
-    def finished(self, num_tokens, now_ns):
-        store = self._plan_store(num_tokens, now_ns) if self.state is State.COMPUTING else None
-        super().finished(0, now_ns)
-        return store
-
-
-class StoresUnpinned(World):
-    """A store reads its blocks whatever became of them."""
-
-    def start_store(self, live, store):
-        super().start_store(live, store)
-        if store is not None:
-            self.unpin(self.stores[-1])
-
-    def pinning(self):
-        return self.loads
-
-    def end_store(self, job, fails=never):
-        self.pin(job)
-        super().end_store(job, fails)
-
-
-class LoadsUnpinned(World):
-    """A load writes its blocks although the request that held them is gone."""
-
-    def start_load(self, live, load):
-        super().start_load(live, load)
-        self.unpin(self.loads[-1])
-
-    def pinning(self):
-        return self.stores
-
-    def end_load(self, job, fails=never):
-        self.pin(job)
-        super().end_load(job, fails)
-
-
-def world_of(machine=KVRequest, base=World, planner=Planner):
-    def init(self, model, policy, num_blocks):
-        base.__init__(self, model, policy, num_blocks)
-        self.planner = planner(model)
-
-    return type("Broken", (base,), {"machine": machine, "__init__": init})
-
-
-ANY, ONE_FULL, ONE_WINDOW, WINDOWS = MODELS, MODELS[:1], MODELS[3:4], MODELS[1:4]
-CONTROLS = {
-    IgnoresFailedLoads: (world_of(IgnoresFailedLoads), ONE_FULL),
-    KeepsPrefixOfWindow: (world_of(planner=KeepsPrefixOfWindow), ONE_WINDOW),
-    BelievesWhatItAsked: (world_of(BelievesWhatItAsked), ANY),
-    WaitsForEver: (world_of(WaitsForEver), ANY),
-    ForgetsOldAnswers: (world_of(ForgetsOldAnswers), ANY),
-    HidesRejections: (world_of(HidesRejections), ANY),
-    CountsReportsTwice: (world_of(CountsReportsTwice), ANY),
-    StoresAllAtTheEnd: (world_of(StoresAllAtTheEnd), WINDOWS),
-    StoresUnpinned: (StoresUnpinned, ANY),
-    LoadsUnpinned: (LoadsUnpinned, ONE_FULL),
-}
-
-SEARCH = settings(
-    max_examples=1_000,
-    stateful_step_count=50,
-    phases=[Phase.generate],
-    database=None,
-    derandomize=True,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
-
-
-@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
-def test_a_mistake_is_found(control):
-    world, models = CONTROLS[control]
-    broken = type(control.__name__, (Interleavings,), {"world_type": world, "models": models})
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(broken, settings=SEARCH)
+    settings = settings(stateful_step_count=50, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)

@@ -4,7 +4,19 @@ from kvcore.planner import Planner
 from kvcore.plans import Offer
 from kvcore.request import KVRequest
 from kvcore.spec import FullAttention, ModelSpec, SlidingWindow
-from tests.kvcore.one_request import HYBRID, POLICY, PROMPT, B, answer, blocks, computing, loading, machine, offered
+from tests.kvcore.one_request import (
+    ALL,
+    HYBRID,
+    POLICY,
+    PROMPT,
+    B,
+    answer,
+    blocks,
+    computing,
+    loading,
+    machine,
+    offered,
+)
 
 
 def test_each_block_is_stored_once():
@@ -54,7 +66,7 @@ def test_rejected_blocks_are_reported_and_a_later_plan_clears_them():
     assert (request.decisions.stored, request.decisions.rejected) == (blocks((0, 3)), blocks((3, 5)))
     request.preempted()
     _, load = loading(request, present=blocks((0, 5)))
-    request.load_finished(load.ticket, blocks((0, 1)), 0)  # the pool has lost them all; computed again, stored again
+    request.load_finished(load.ticket, ALL, 0)  # the pool has lost them all; computed again, stored again
     assert request.consider(0, PROMPT, 0) == Offer(0)
     request.granted(0, 0)
     assert request.computed(5 * B, 0).blocks == blocks((0, 5))
