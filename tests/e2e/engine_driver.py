@@ -237,6 +237,14 @@ class Driver:
             for name, thread in (("load", worker._loads), ("store", worker._stores))
         }
 
+    def metrics(self):
+        """The connector's samples in vLLM's Prometheus registry: {"name{values of its own labels}": value}."""
+        from prometheus_client import REGISTRY
+
+        samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+        ours = [sample for sample in samples if sample.name.startswith("vllm:kvtwin_")]
+        return {name_of(sample): sample.value for sample in ours if not sample.name.endswith("_created")}
+
     def free_blocks(self):
         """Blocks of the engine's pool that are free."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -268,6 +276,11 @@ def force(sections):
     CpuPlatform.check_and_update_config = classmethod(check_and_force)
 
 
+def name_of(sample):
+    own = [value for name, value in sample.labels.items() if name not in ("model_name", "engine")]
+    return f"{sample.name.removeprefix('vllm:kvtwin_')}{{{','.join(own)}}}"
+
+
 def greedy(max_tokens):
     from vllm import SamplingParams
 
@@ -287,6 +300,7 @@ COMMANDS = (
     "break_puts",
     "take_gets",
     "outcomes",
+    "metrics",
     "settle",
     "sleep",
     "decisions",

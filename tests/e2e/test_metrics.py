@@ -1,0 +1,86 @@
+"""After a real store and a real hit, vLLM's Prometheus registry shows what happened, to the key and the byte."""
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
+
+
+class Watch:
+    """What an engine's metrics rose by since this was made; what did not change is left out."""
+
+    def __init__(self, engine):
+        self.engine, self.before = engine, engine.call("metrics")
+
+    def changes(self):
+        after = self.engine.call("metrics")
+        rose = {name: value - self.before[name] for name, value in after.items() if value != self.before[name]}
+        return {name: value for name, value in rose.items() if "_bucket" not in name and "_sum" not in name}
+
+
+def stored_bytes(pool, keys):
+    with pool.client() as client:
+        return sum(client.get_size(key) for key in keys)
+
+
+def test_a_store_and_a_hit_in_numbers(engines, prompt):
+    tokens, before = prompt(700), set(engines.pool.master.stored_keys())
+    watch = Watch(engines.writer)
+    engines.store([tokens], max_tokens=1)
+    new_keys = set(engines.pool.master.stored_keys()) - before
+    assert len(new_keys) >= 21
+    size_bytes = stored_bytes(engines.pool, new_keys)
+    wrote = watch.changes()
+    num_stores = wrote.pop("operation_seconds_count{store}")
+    assert num_stores >= 1
+    num_missing, num_rounds = wrote.pop("keys_total{lookup,missing}"), wrote.pop("lookup_rounds_total{}")
+    assert num_missing >= 1
+    assert num_rounds >= 1
+    assert wrote == {
+        "prompt_tokens_total{computed}": 700,
+        "lookups_total{}": 1,
+        "operation_seconds_count{lookup}": 1,
+        "keys_total{store,ok}": len(new_keys),
+        "bytes_total{store}": size_bytes,
+    }
+
+    watch = Watch(engines.reader)
+    engines.reader.call("break_gets", fault=None)  # from here on the keys of gets are recorded
+    assert engines.read([tokens], max_tokens=1)["cached"] == [672]
+    (gets,) = engines.reader.call("take_gets")
+    read = watch.changes()
+    asked = read.pop("keys_total{lookup,ok}")
+    assert asked >= len(gets) >= 21
+    assert read.pop("lookup_rounds_total{}") >= 1
+    assert read == {
+        "prompt_tokens_total{pool}": 672,
+        "prompt_tokens_total{computed}": 28,
+        "lookups_total{}": 1,
+        "operation_seconds_count{lookup}": 1,
+        "operation_seconds_count{load}": 1,
+        "keys_total{load,ok}": len(gets),
+        "bytes_total{load}": size_bytes // len(new_keys) * len(gets),  # here all groups have blocks of one size
+    }
+
+
+def test_a_local_hit_is_none_of_the_pool(engines, prompt):
+    tokens = prompt(700)
+    engines.store([tokens], max_tokens=1)
+    watch = Watch(engines.writer)
+    engines.store([tokens], max_tokens=1)
+    assert watch.changes() == {"prompt_tokens_total{local}": 672, "prompt_tokens_total{computed}": 28}
+
+
+def test_what_fails_is_counted_by_its_reason(engines, prompt):
+    tokens = prompt(700)
+    engines.store([tokens], max_tokens=1)
+    watch = Watch(engines.reader)
+    engines.reader.call("break_gets", fault={"outcome": "timeout", "entries": [0, 1]})
+    try:
+        engines.read([tokens], max_tokens=1)
+    finally:
+        engines.reader.call("break_gets", fault=None)
+    failed = watch.changes()
+    assert failed["keys_total{load,timeout}"] == 2
+    assert failed["late_misses_total{}"] == 2
+    assert failed["prompt_tokens_total{computed}"] == 700
+    assert "prompt_tokens_total{pool}" not in failed
