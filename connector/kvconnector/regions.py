@@ -8,6 +8,7 @@ layers; groups are not told apart, since the groups of one engine share their me
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,11 @@ class _Blocks:
     def dense(self) -> bool:
         """Whether a block has no gap, in whatever order its axes lie."""
         return _is_dense(self.shape[1:], self.strides_bytes[1:], self.view.item_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """What a block's items take."""
+        return math.prod(self.shape[1:]) * self.view.item_bytes
 
 
 def region_layouts(
@@ -55,10 +61,10 @@ def _regions(view: CacheView, num_blocks: int) -> list[Piece]:
     stride_bytes = blocks.strides_bytes[0]
     if not blocks.dense:
         regions = _regions_of_heads(blocks)
-    elif stride_bytes * num_blocks == size_bytes:
-        regions = [Piece(start, stride_bytes, stride_bytes)]
     else:
-        regions = [Piece(view.address, stride_bytes, stride_bytes)]
+        _check(view, blocks.size_bytes <= stride_bytes, "blocks no longer than the way to the next one")
+        whole = stride_bytes * num_blocks == size_bytes
+        regions = [Piece(start if whole else view.address, stride_bytes, stride_bytes)]
     for region in regions:
         inside = start <= region.address and region.address + num_blocks * stride_bytes <= start + size_bytes
         _check(view, inside, f"{num_blocks} x {stride_bytes} bytes inside {size_bytes}")
