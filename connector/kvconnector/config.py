@@ -48,15 +48,28 @@ _POWER_OF_1024 = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 class Role(Enum):
-    """vLLM's kv_role: what this engine does with the pool. An engine that only loads is not supported yet."""
+    """vLLM's kv_role: what this engine does with the pool unless `loads` and `stores` say otherwise."""
 
     PRODUCER = "kv_producer"
+    CONSUMER = "kv_consumer"
     BOTH = "kv_both"
 
     @property
     def loads(self) -> bool:
         """Whether it looks up and loads."""
         return self is not Role.PRODUCER
+
+    @property
+    def stores(self) -> bool:
+        """Whether it stores what it computes."""
+        return self is not Role.CONSUMER
+
+
+class LoadFailure(Enum):
+    """vLLM's kv_load_failure_policy: what becomes of a request whose load failed."""
+
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
 
 
 class KeyNames(Enum):
@@ -94,11 +107,14 @@ class ConnectorConfig:
 
     `offer_ttl_ms` must stay below the master's lease (`--default_kv_lease_ttl`, 5 s unless set). `model_id` names the
     weights in the key namespace (empty: the model's path and revision); `namespace` adds fields to it. Where the key
-    format is vLLM's, `cache_prefix` is all that can be added.
+    format is vLLM's, `cache_prefix` is all that can be added. An engine that neither loads nor stores lends memory.
     """
 
     pool: PoolConfig
     role: Role = Role.BOTH
+    loads: bool = True
+    stores: bool = True
+    on_load_failure: LoadFailure = LoadFailure.RECOMPUTE
     lookup_deadline_ms: int = LOOKUP_DEADLINE_MS
     load_deadline_ms: int = 10_000
     store_deadline_ms: int = 30_000
@@ -128,9 +144,13 @@ def read_config(
         tenant_id=source.text("tenant_id", "default"),
         rpc_timeout_ms=source.count("rpc_timeout_ms", 5_000, at_least=1),
     )
+    role = _role(kv_role)
     config = ConnectorConfig(
         pool=pool,
-        role=_role(kv_role),
+        role=role,
+        loads=source.flag("loads", default=role.loads),
+        stores=source.flag("stores", default=role.stores),
+        on_load_failure=_load_failure(source.text("on_load_failure", LoadFailure.RECOMPUTE.value)),
         lookup_deadline_ms=source.count("lookup_deadline_ms", LOOKUP_DEADLINE_MS, at_least=1),
         load_deadline_ms=source.count("load_deadline_ms", 10_000, at_least=1),
         store_deadline_ms=source.count("store_deadline_ms", 30_000, at_least=1),
@@ -165,6 +185,12 @@ class _Source:
         value = self._value(key, default)
         require(isinstance(value, str), key, value, "a string")
         return str(value)
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise InvalidArgument(key, value, "true or false")
+        return value
 
     def texts(self, key: str) -> Mapping[str, str]:
         value = self._value(key, {})
@@ -216,6 +242,14 @@ def _read_file(path: str | None) -> Mapping[str, object]:
     if not isinstance(content, dict):
         raise InvalidArgument(CONFIG_PATH_VARIABLE, path, "a file with one JSON object")
     return content
+
+
+def _load_failure(name: str) -> LoadFailure:
+    try:
+        return LoadFailure(name)
+    except ValueError:
+        known = ", ".join(each.value for each in LoadFailure)
+        raise InvalidArgument("on_load_failure", name, f"one of {known}") from None
 
 
 def _key_format(name: str) -> KeyNames:

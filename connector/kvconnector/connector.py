@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvconnector.config import PATIENCE, ConnectorConfig, KeyNames, PoolConfig, read_config
+from kvconnector.config import PATIENCE, ConnectorConfig, KeyNames, LoadFailure, PoolConfig, read_config
 from kvconnector.keys import InTreeFormat, KeyFormat, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
 from kvconnector.metrics import Numbers
@@ -34,6 +34,8 @@ from kvconnector.vllm_compat import (
     rank_of,
 )
 from kvconnector.worker import WorkerHalf
+from kvcore.admission import AdmitNone
+from kvcore.errors import InvalidArgument
 from kvcore.keys import Namespace, namespace_digest
 from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy
@@ -60,9 +62,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        # The engine reads this after it has built its connector. Its default ends a request whose load fails.
-        transfer.kv_load_failure_policy = "recompute"
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_role)
+        _set_load_failure_policy(transfer, config.on_load_failure)
         clock = MonotonicClock()
         pool = _joining(config.pool)
         model = describe_model(vllm_config, kv_cache_config)
@@ -199,11 +200,21 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
 
+def _set_load_failure_policy(transfer: Any, wanted: LoadFailure) -> None:
+    """The engine reads its setting after it has built its connector; its default ends a request whose load fails."""
+    set_by_user = transfer.kv_load_failure_policy == LoadFailure.RECOMPUTE.value
+    if set_by_user and wanted is LoadFailure.FAIL:
+        expected = '"recompute", as kv_load_failure_policy says, or neither of the two settings'
+        raise InvalidArgument("on_load_failure", wanted.value, expected)
+    transfer.kv_load_failure_policy = wanted.value
+
+
 def _policy(config: ConnectorConfig) -> PoolPolicy:
     return PoolPolicy(
         lookup_deadline_ns=config.lookup_deadline_ms * NS_PER_MS,
         offer_ttl_ns=config.offer_ttl_ms * NS_PER_MS,
-        max_load_attempts=PATIENCE.max_load_attempts if config.role.loads else 0,
+        max_load_attempts=PATIENCE.max_load_attempts if config.loads else 0,
+        admission=PATIENCE.admission if config.stores else AdmitNone(),
     )
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from kvconnector.config import ConnectorConfig, PoolConfig, Role, read_config
+from kvconnector.config import ConnectorConfig, LoadFailure, PoolConfig, read_config
 
 from kvcore.errors import InvalidArgument
 
@@ -80,13 +80,33 @@ def test_a_broken_file_is_named(tmp_path, content):
             read({}, environment)
 
 
-def test_roles():
-    assert read(kv_role="kv_producer").role is Role.PRODUCER
-    assert not Role.PRODUCER.loads
-    with pytest.raises(InvalidArgument, match="kv_producer, kv_both"):
-        read(kv_role="kv_consumer")
+def test_a_role_that_vllm_does_not_know_is_refused():
+    with pytest.raises(InvalidArgument, match="kv_producer, kv_consumer, kv_both"):
+        read(kv_role="kv_observer")
 
 
 def test_the_scheduler_s_client_lends_and_moves_nothing():
     pool = read({"global_segment_size": "1GB"}).pool.lookup_only()
     assert (pool.global_segment_bytes, pool.local_buffer_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "extra", "loads", "stores"),
+    [
+        ("kv_both", {}, True, True),
+        ("kv_producer", {}, False, True),
+        ("kv_consumer", {}, True, False),
+        ("kv_consumer", {"loads": False}, False, False),
+        ("kv_consumer", {"stores": True, "loads": False}, False, True),
+    ],
+)
+def test_a_role_says_what_is_done_unless_the_user_does(kv_role, extra, loads, stores):
+    config = read(extra, kv_role=kv_role)
+    assert (config.loads, config.stores) == (loads, stores)
+
+
+def test_a_failed_load_is_recomputed_unless_the_user_wants_an_error():
+    assert read().on_load_failure is LoadFailure.RECOMPUTE
+    assert read({"on_load_failure": "fail"}).on_load_failure is LoadFailure.FAIL
+    with pytest.raises(InvalidArgument, match="one of recompute, fail"):
+        read({"on_load_failure": "retry"})
