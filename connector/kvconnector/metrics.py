@@ -60,8 +60,14 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """As Prometheus shows it; a histogram's samples have the endings _bucket, _sum and _count."""
+        """As it is registered."""
         return PREFIX + self.name
+
+    @property
+    def sample_names(self) -> list[str]:
+        """As queries name it."""
+        endings = ("_bucket", "_sum", "_count") if self.kind is Kind.SECONDS else ("",)
+        return [self.full_name + ending for ending in endings]
 
     def of(self, *values: str) -> Series:
         """The series with these values of the labels."""
