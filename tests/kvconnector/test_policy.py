@@ -42,5 +42,5 @@ def test_vllm_s_setting_becomes_ours(in_vllm, ours, becomes):
 def test_a_conflict_that_can_be_seen_is_an_error_that_names_both():
     from kvconnector.connector import _set_load_failure_policy
 
-    with pytest.raises(InvalidArgument, match="on_load_failure.*kv_load_failure_policy"):
+    with pytest.raises(InvalidArgument, match=r"on_load_failure.*kv_load_failure_policy"):
         _set_load_failure_policy(SimpleNamespace(kv_load_failure_policy="recompute"), LoadFailure.FAIL)
