@@ -107,6 +107,16 @@ ROOMY_POOL = {
 }
 COMES_BACK = [Ask(new_len=64, output_len=20), Ask("turn", of=0, new_len=5, output_len=20, delay_us=100_000)]
 
+# A full pool refuses blocks of a sequence that is preempted, hits them and offers them again while it only decodes.
+SMALL_POOL = ROOMY_POOL | {"pool.segment_bytes_per_instance": 3 * 10**6, "link.bandwidth_bytes_per_s": 10**8}
+OFFERED_AGAIN = [
+    Ask(new_len=64, output_len=48),
+    Ask("fork", of=0, cut=41, new_len=1, output_len=0),
+    Ask(new_len=0, output_len=0),
+    Ask(new_len=17, output_len=0),
+    Ask("turn", of=0, new_len=48, output_len=3),
+]
+
 
 def test_without_a_pool():
     seen = Counter()
@@ -127,6 +137,7 @@ def test_with_a_pool():
 
     @given(ENGINES, POOLS, ASKS)
     @example(engine(2, 16, 300, 1024, 8192, 0.0), ROOMY_POOL, COMES_BACK)
+    @example(engine(1, 1, 178, 1, 8192, 0.0), SMALL_POOL | {"pool.lease_ttl_ms": 1}, OFFERED_AGAIN)
     def agree(settings, pool, asks):
         runs = both(scenario_of(settings | pool, "pool-16"), trace_of(asks))
         assert check(runs[0]) == "ok"
