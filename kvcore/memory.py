@@ -79,10 +79,12 @@ class Experience:
     that such an answer promises in Mooncake 0.3.13) or stored.
     `unsaved`: this engine computed it and the pool does not have it, because it was refused or not admitted. Offered
     when it is touched next. 65,536 blocks of 16 tokens are a million tokens.
+    `num_storing`: blocks of stores in flight, which a reset does not end.
     """
 
     denied: BlockMemory = field(default_factory=lambda: BlockMemory(65_536, 10 * 10**9))
     unsaved: BlockMemory = field(default_factory=lambda: BlockMemory(65_536, 3_600 * 10**9))
+    num_storing: int = 0
 
     def clear(self) -> None:
         """Another namespace begins."""

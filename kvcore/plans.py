@@ -1,4 +1,4 @@
-"""What the machine of a request answers with, what it is patient about, and what it records. Values, no behaviour."""
+"""What the machine of a request answers with, what it is patient about, and what it records."""
 
 from dataclasses import dataclass, field
 
@@ -72,12 +72,15 @@ class PoolPolicy:
     (5 s in older Mooncake masters, 10 s in 0.3.13).
     `max_load_attempts`: how many loads of a request may fail before it is offered nothing any more. Under vLLM 0.32 a
     second one may wait for ever: the blocks that the first was to fill stay reserved until the prompt is computed.
+    `max_storing_blocks`: how many blocks an engine's stores in flight may pin, all requests together; None: any number.
+    What finds no room counts as refused. A plan that is alone passes whatever its size.
     `admission`: which computed blocks are worth storing. `loading`: whether a hit is worth fetching.
     """
 
     lookup_deadline_ns: int = 100 * NS_PER_MS
     offer_ttl_ns: int = 4_000 * NS_PER_MS
     max_load_attempts: int = 1
+    max_storing_blocks: int | None = None
     admission: Admission = field(default_factory=AdmitAll)
     loading: Loading = field(default_factory=LoadAlways)
 
@@ -85,6 +88,12 @@ class PoolPolicy:
         require(self.lookup_deadline_ns > 0, "lookup_deadline_ns", self.lookup_deadline_ns, "more than 0")
         require(self.offer_ttl_ns > 0, "offer_ttl_ns", self.offer_ttl_ns, "more than 0")
         require(self.max_load_attempts >= 0, "max_load_attempts", self.max_load_attempts, "at least 0")
+        valid = self.max_storing_blocks is None or self.max_storing_blocks > 0
+        require(valid, "max_storing_blocks", self.max_storing_blocks, "None, or at least 1 block")
+
+    def has_room(self, num_storing: int, num_more: int) -> bool:
+        """Whether a plan of `num_more` blocks may start beside `num_storing` that are in flight."""
+        return self.max_storing_blocks is None or not num_storing or num_storing + num_more <= self.max_storing_blocks
 
 
 @dataclass(slots=True)
@@ -107,3 +116,9 @@ class Decisions:
     late_lookups: int = 0
     late_answers: int = 0
     late_misses: int = 0
+
+    def record_admission(self, local_hit_len: int, external_hit_len: int, granted_len: int) -> None:
+        """The first one counts."""
+        if not self.admitted:
+            self.local_hit_len, self.external_hit_len, self.granted_len = local_hit_len, external_hit_len, granted_len
+            self.admitted = True

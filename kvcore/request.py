@@ -164,7 +164,7 @@ class KVRequest:
         offer = self._offer if self.state is State.OFFERED else _NOTHING_OFFERED
         bound = f"0 to {offer.num_tokens}, which was offered last"
         require(0 <= num_tokens <= offer.num_tokens, "num_tokens", num_tokens, bound)
-        self._record_admission(offer, num_tokens)
+        self.decisions.record_admission(self._local_hit_len, offer.num_tokens, num_tokens)
         resume_len = self._local_hit_len + num_tokens
         self._owed = self._unsaved_hits(resume_len, now_ns)
         if not self._kept_back:
@@ -216,6 +216,7 @@ class KVRequest:
         if blocks is None:
             self.decisions.late_answers += 1
             return
+        self.experience.num_storing -= count_blocks(blocks)
         lost = common(rejected, blocks)
         written = minus(blocks, lost)
         if any(lost) or any(self.decisions.rejected):
@@ -313,14 +314,6 @@ class KVRequest:
         self._offer = Offer(num_tokens)
         return self._offer
 
-    def _record_admission(self, offer: Offer, num_tokens: int) -> None:
-        if self.decisions.admitted:
-            return
-        self.decisions.admitted = True
-        self.decisions.local_hit_len = self._local_hit_len
-        self.decisions.external_hit_len = offer.num_tokens
-        self.decisions.granted_len = num_tokens
-
     def _plan_load(self, resume_len: int) -> Load:
         assert self._answer is not None
         present = self.planner.usable(self._answer.present, resume_len)
@@ -388,11 +381,14 @@ class KVRequest:
             again = plus(owed, self.experience.unsaved.known(blocks, self.name_of, now_ns))
         sequence_len = max(computed_len, self.num_prompt_tokens)
         admitted = common(self.policy.admission.admit(blocks, again, sequence_len), blocks)
+        if not self.policy.has_room(self.experience.num_storing, count_blocks(admitted)):
+            admitted = self.planner.nothing
         self.experience.unsaved.note(minus(blocks, admitted), self.name_of, now_ns)
         if not any(admitted):
             return None
         store = Store(self._ticket(), admitted, self.hints)
         self._stores[store.ticket] = admitted
+        self.experience.num_storing += count_blocks(admitted)
         self.decisions.stored = plus(self.decisions.stored, admitted)
         self._given = plus(self._given, admitted)
         if any(self.decisions.rejected):
