@@ -49,7 +49,7 @@ def test_the_base_import_is_light(wheel, tmp_path):
     probes = [probe(tmp_path) for _ in range(3)]
     assert all(result["path"].startswith(str(tmp_path)) for result in probes), "not the wheel's own files"
     assert all(result["heavy"] == [] for result in probes)
-    assert min(result["took_ms"] for result in probes) < 60, "it takes about 30"
+    assert min(result["took_ms"] for result in probes) < 150, "it takes about 50"
 
 
 def test_this_checkout_exposes_three_names_and_no_more(tmp_path):
