@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvconnector.announcement import announcement
 from kvconnector.config import PATIENCE, ConnectorConfig, KeyNames, LoadFailure, PoolConfig, read_config
 from kvconnector.keys import InTreeFormat, KeyFormat, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
@@ -24,6 +25,7 @@ from kvconnector.vllm_compat import (
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
+    describe_hashes,
     describe_model,
     get_ip,
     hash_block_size,
@@ -73,6 +75,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             self._lookups = LookupThread(self._store, clock)
             unit = hash_block_size(vllm_config, kv_cache_config)
             keys = KeySpace(names.namespace, unit, num_ranks(vllm_config))
+            logger.info(announcement(config, keys, model, describe_hashes(vllm_config)))
             self._scheduler = SchedulerHalf(Planner(model), _policy(config), keys, self._lookups, clock)
             self._stop, self._take_numbers = self._lookups.close, self._scheduler.take_numbers
         else:
@@ -223,14 +226,14 @@ def _key_format(config: ConnectorConfig, model: ModelSpec, vllm_config: Any, kv_
         require_in_tree(model)
         places = in_tree_places(vllm_config, kv_cache_config)
         names = InTreeFormat(Namespace(config.cache_prefix), in_tree_model_name(vllm_config), places)
-        logger.info("kvtwin: keys are those of MooncakeStoreConnector, %s", names)
+        logger.debug("kvtwin: keys are those of MooncakeStoreConnector, %s", names)
         return names
     fields = namespace_fields(vllm_config, kv_cache_config)
     if config.model_id:
         fields |= {"model": config.model_id, "revision": None}
     fields["user"] = [[name, value] for name, value in sorted(config.namespace.items())]
     namespace = namespace_digest(fields)
-    logger.info("kvtwin: keys are in namespace %s, made of %s", namespace, fields)
+    logger.debug("kvtwin: namespace %s is made of %s", namespace, fields)
     return OwnFormat(namespace)
 
 

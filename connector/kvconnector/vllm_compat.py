@@ -1,5 +1,7 @@
 """The only file that knows vLLM's versions (0.32 and 0.33): where its names live, and what its configuration says."""
 
+import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +41,7 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
+    "describe_hashes",
     "describe_model",
     "get_ip",
     "hash_block_size",
@@ -134,6 +137,16 @@ def _tensor_replicas(group: Any, tp: int, num_kv_heads: int) -> int:
     if all(isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) for spec in specs):
         return tp
     return max(1, tp // num_kv_heads)
+
+
+def describe_hashes(vllm_config: Any) -> str:
+    """Algorithm and seed of the block hashes: engines in which they differ have no hash in common."""
+    algorithm, seed = str(vllm_config.cache_config.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")
+    if seed is not None:
+        return f"{algorithm} with PYTHONHASHSEED (digest {hashlib.sha256(seed.encode()).hexdigest()[:8]})"
+    if algorithm.startswith("xxhash"):
+        return f"{algorithm} with a seed that no other engine has, for want of PYTHONHASHSEED"
+    return f"{algorithm} with vLLM's own seed"
 
 
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
