@@ -60,6 +60,13 @@ def test_every_metric_is_shown():
     assert unseen([query for query in panels if "pinned_blocks" not in query]) == {"pinned_blocks"}
 
 
+def test_the_readme_lists_every_metric():
+    text = (PROJECT / "connector" / "README.md").read_text(encoding="utf-8")
+    table = text.partition("## Seen from outside")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {metric.name for metric in METRICS}
+
+
 def test_panels_do_not_overlap_and_say_what_they_show():
     panels = DASHBOARD["panels"]
     cells = [
