@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvsim.scenario import Scenario
     from kvsim.workload.trace import Trace
 
-FORMATS = ("mooncake", "claude-code")
+FORMATS = ("mooncake", "claude-code", "decision-log")
 FAST, VLLM = "fast", "vllm"
 DEMO = ("nopool-16", "pool-16")
 
@@ -108,7 +108,7 @@ def run(
 @app.command()
 @trace_argument
 @click.option("--capacity-blocks", required=True, metavar="N,N,...", help="Sizes of the cache, in blocks of the trace.")
-@click.option("--policy", default="lru", show_default=True, metavar="NAME,...", help="Of lru, fifo, leaf, session, opt.")
+@click.option("--policy", default="lru", show_default=True, metavar="A,B", help="Of lru, fifo, leaf, session, opt.")
 @format_option
 @json_option
 @no_cache_option
@@ -117,7 +117,8 @@ def hits(
 ) -> None:
     """Hit rates of a cache, by capacity and policy.
 
-    TRACE is a file, or a folder of sessions. Its blocks are 512 tokens (mooncake) or 64 (claude-code).
+    TRACE is a file, or a folder of sessions. Its blocks are 512 tokens (mooncake), 64 (claude-code), or what the
+    decision log says.
     """
     from kvcore.errors import require
     from kvsim import hits as curves
