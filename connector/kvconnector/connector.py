@@ -15,6 +15,7 @@ from kvconnector.config import PATIENCE, ConnectorConfig, KeyNames, LoadFailure,
 from kvconnector.keys import InTreeFormat, KeyFormat, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
 from kvconnector.metrics import Numbers
+from kvconnector.plugin import register
 from kvconnector.scheduler import KeySpace, SchedulerHalf
 from kvconnector.stats import PromMetrics, Stats
 from kvconnector.store import MooncakeStore
@@ -48,6 +49,9 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers p
 
 JOIN_PATIENCE_NS = 2 * NS_PER_S
 """How long the engine's start waits for the pool; without it the engine starts, and joins when it can."""
+
+
+register()  # MultiConnector looks up who made its numbers by name, also where we were loaded by our module's path
 
 
 class MonotonicClock:

@@ -1,6 +1,9 @@
 """What is counted adds up, over threads, ranks, halves and steps, and is what Prometheus shows."""
 
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections import Counter as Count
 from functools import partial
@@ -337,3 +340,30 @@ def test_nothing_is_told_of_a_step_in_which_nothing_happened(engine):
     engine.add("long", TEXT, 30)
     engine.drain()
     assert engine.told.count({}) > 10
+
+
+@pytest.mark.engine
+def test_under_multi_connector_our_numbers_are_told_by_our_name(monkeypatch):
+    """It looks the class up in vLLM's registry, and the API server ends when it is not there."""
+    from kvconnector.connector import KVTwinConnector
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    step = MultiConnector.build_kv_connector_stats({KVTwinConnector.__name__: {LOOKUPS.of(): 1}})
+    both = step.aggregate(MultiConnector.build_kv_connector_stats({KVTwinConnector.__name__: {LOOKUPS.of(): 2}}))
+    assert both.to_dict() == {KVTwinConnector.__name__: {LOOKUPS.of(): 3}}
+    assert both.reduce() == {KVTwinConnector.__name__: {LOOKUPS.of(): 3}}
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    with pytest.raises(ValueError, match="not registered"):
+        MultiConnector.build_kv_connector_stats({KVTwinConnector.__name__: {LOOKUPS.of(): 1}})
+
+
+@pytest.mark.engine
+def test_loaded_by_our_module_s_path_we_have_a_name_in_vllm_s_registry():
+    script = (
+        "import kvconnector.connector\n"
+        "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory\n"
+        "KVConnectorFactory.get_connector_class_by_name('KVTwinConnector')\n"
+    )
+    without_plugins = {**os.environ, "VLLM_PLUGINS": ""}
+    subprocess.run([sys.executable, "-c", script], env=without_plugins, check=True, capture_output=True, timeout=120)
