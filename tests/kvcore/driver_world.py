@@ -54,8 +54,10 @@ class Driver:
     machine = KVRequest
 
     def __init__(self, model, policy, num_blocks, num_ranks=1, num_engines=1, memory_ttl_ns=1_000_000):
+        self.model = model
         self.planner = Planner(model)
         self.policy = policy
+        self.stores_all = isinstance(policy.admission, AdmitAll) and policy.max_storing_blocks is None
         self.engines = [Engine(model, num_blocks, memory_ttl_ns) for _ in range(num_engines)]
         self.num_ranks = num_ranks
         self.memory_ttl_ns = memory_ttl_ns
@@ -97,7 +99,7 @@ class Driver:
 
     def written_by(self, length):
         """All that a writer of so many tokens can store; tails come with states, or from a writer unlike ours."""
-        model = self.planner.model
+        model = self.model
         kept = self.planner.store(0, length, length)
         for end in range(model.hit_step, length + 1, model.hit_step):
             for group in self.engines[0].groups:
@@ -128,7 +130,7 @@ class Driver:
             amount -= live.num_computed - before
 
     def admit(self, live, grant):
-        local = live.engine.local_hit(live, self.planner.limit(live.num_tokens))
+        local = live.engine.local_hit(live, self.model.limit(live.num_tokens))
         answer = live.machine.consider(local, live.num_tokens, self.now_ns)
         if isinstance(answer, Lookup):
             self.ask(live, answer)
@@ -150,10 +152,10 @@ class Driver:
 
     def check_offer(self, live, local, num_tokens):
         """A token is left to compute, and what was answered proves the hit: the longest, unless it is not wanted."""
-        model, answer = self.planner.model, live.answers.get(live.last_lookup)
+        model, answer = self.model, live.answers.get(live.last_lookup)
         hit = local + num_tokens
         assert 0 <= num_tokens and hit < live.num_tokens, "a token is left to compute"
-        limit = self.planner.limit(live.num_tokens)
+        limit = self.model.limit(live.num_tokens)
         if num_tokens:
             assert resumes(model, hit, local, held_tokens(model, limit, answer)), "a hit that is not proven"
             assert hit == brute_hit(model, local, limit, answer), "a longer hit was proven"
@@ -182,7 +184,7 @@ class Driver:
 
     def missing_in_pool(self, live, local, resume):
         """What the engine was refused, holds again and will still hold in the next step."""
-        if not isinstance(self.policy.admission, AdmitAll):
+        if not self.stores_all:
             return set()
         kept = self.planner.store(0, local, live.num_prompt)
         for length in (local, resume):
@@ -208,12 +210,12 @@ class Driver:
                 return
         owed = live.machine.owes
         store = live.machine.computed(end, self.now_ns)
-        assert owed or store is None or live.num_computed < live.num_prompt or not self.planner.model.prefix_closed
+        assert owed or store is None or live.num_computed < live.num_prompt or not self.model.prefix_closed
         self.start_store(live, store)
         assert not live.due, "what was refused is offered when it is touched next"
         engine.fill(live, end)
         for group in engine.groups:
-            if engine.states[group] and end % self.planner.model.hit_step == 0:
+            if engine.states[group] and end % self.model.hit_step == 0:
                 self.save_state(live, group)
         if end == live.final:
             self.finish(live)

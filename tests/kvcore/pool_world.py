@@ -1,9 +1,8 @@
 """The world of a request: engines, pool and driver, and what must hold in it at any time and in the end."""
 
-from kvcore.admission import AdmitAll
 from kvcore.request import State
 from tests.kvcore.attention_oracle import as_sets
-from tests.kvcore.driver_world import Driver
+from tests.kvcore.driver_world import ALL, Driver
 
 
 class World(Driver):
@@ -25,12 +24,19 @@ class World(Driver):
     def check_engine(self, engine):
         for key, block in engine.cached.items():
             assert engine.is_right(*key, block), f"cached under {key}: {block.slots}"
+        self.check_pressure(engine)
         mine = [live for live in self.live if live.engine is engine]
         holders = [block for live in mine for positions in live.table for block in positions.values()]
         holders += [block for job in self.pinning() for _, _, block in job.entries if job.live.engine is engine]
         for block in engine.blocks:
             assert block.refs == holders.count(block), "every reference has a holder"
             assert (block.refs == 0) == (block in engine.free)
+
+    def check_pressure(self, engine):
+        """Stores in flight are counted and bounded; one that is alone may be larger."""
+        in_flight = [len(job.entries) for job in self.stores if job.live.engine is engine]
+        assert engine.experience.num_storing == sum(in_flight)
+        assert sum(in_flight) <= (self.policy.max_storing_blocks or ALL) or len(in_flight) == 1
 
     def check_reported(self, live):
         """Every object planned to be stored is on record, and those not written as rejected."""
@@ -54,7 +60,7 @@ class World(Driver):
     def check_settled(self, live, index, positions):
         """What was computed with these weights was planned to be stored under their name, or loaded."""
         engine, kind = live.engine, live.engine.kinds[index]
-        if not isinstance(self.policy.admission, AdmitAll) or live.weights != engine.generation:
+        if not self.stores_all or live.weights != engine.generation:
             return
         for position in positions:
             text = live.lineage[: kind.end(position)]

@@ -59,8 +59,9 @@ POLICIES = st.builds(
     st.sampled_from((1, 20)),
     st.sampled_from((1, 50)),
     st.sampled_from((1, 2, 3)),
-    st.sampled_from((AdmitAll(), AdmitAll(), AdmitSecondTouch())),
-    st.sampled_from((LoadAlways(), LoadAlways(), LoadLongHits())),
+    max_storing_blocks=st.sampled_from((None, None, None, 5)),
+    admission=st.sampled_from((AdmitAll(), AdmitAll(), AdmitSecondTouch())),
+    loading=st.sampled_from((LoadAlways(), LoadAlways(), LoadLongHits())),
 )
 PICK = st.integers(0, 11)
 GRANT = st.sampled_from((ALL, ALL, ALL, 0, 1, 2, 3, 4, 6))
