@@ -1,9 +1,8 @@
 """A machine that tells the connector's scheduler half, in vLLM's words, all that it is told, and compares the plans.
 
-Whoever drives it (the simulator, or any interleaving) drives both: every answer and every plan must be the same.
+Whoever drives it (the simulator, or any interleaving) drives both: every question, answer and plan must be the same.
 """
 
-import math
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
@@ -17,6 +16,8 @@ from tests.kvcore.attention_oracle import as_blocks
 NUM_RANKS = 2
 NUM_BLOCKS = 10_000
 """Positions that a group's block table has; block id 0 is the engine's null block."""
+LENT = 10**6
+"""Beyond the block tables: the block of a state that the engine lends."""
 
 
 class Lookups:
@@ -56,30 +57,30 @@ class Pins:
 
 
 class Hashes:
-    """The chain of a request's hashes, made of what its machine calls the contents; remembers their places."""
+    """A request's chain of hashes: of what `content` calls the first tokens; remembers how many those were."""
 
-    def __init__(self, name_of):
-        self.name_of = name_of
-        self.place_of = {}
+    def __init__(self, unit, content):
+        self.unit, self.content = unit, content
+        self.length_of = {}
 
     def __getitem__(self, index):
-        block_hash = repr(self.name_of(0, index)).encode()
-        self.place_of[block_hash] = index
+        length = (index + 1) * self.unit
+        block_hash = repr(self.content(length)).encode()
+        self.length_of[block_hash] = length
         return block_hash
 
 
 class Half:
     """A scheduler half of one request, and vLLM's side of it; `experience` is that of its engine."""
 
-    def __init__(self, machine, experience):
+    def __init__(self, machine, content, experience):
         from kvconnector.scheduler import KeySpace, SchedulerHalf
 
-        self.sizes = [group.block_size for group in machine.planner.model.groups]
-        self.unit = math.gcd(*self.sizes)
+        self.model = machine.planner.model
         self.clock = SimpleNamespace(now_ns=lambda: self.now_ns)
-        self.now_ns = 0
+        self.now_ns = self.num_resets = 0
         self.lookups, self.pins, self.closed = Lookups(), Pins(), []
-        keys = KeySpace(Namespace("mirror"), self.unit, NUM_RANKS)
+        keys = KeySpace(Namespace("mirror"), self.model.hashed_step, NUM_RANKS)
         self.scheduler = SchedulerHalf(machine.planner, machine.policy, keys, self.lookups, self.clock)
         self.scheduler._experience = experience
         self.scheduler.bind_gpu_block_pool(self.pins)
@@ -89,14 +90,19 @@ class Half:
             num_prompt_tokens=machine.num_prompt_tokens,
             num_tokens=machine.num_prompt_tokens,
             num_computed_tokens=0,
-            block_hashes=Hashes(machine.name_of),
+            block_hashes=Hashes(self.model.hashed_step, content),
         )
         self.told = False
-        self.lookups_by_ticket = {}
+        self.dialogues = {}
         self.jobs = {}
 
     def block_ids(self):
-        return tuple(range(group * NUM_BLOCKS + 1, (group + 1) * NUM_BLOCKS) for group in range(len(self.sizes)))
+        groups = range(len(self.model.groups))
+        return tuple(range(group * NUM_BLOCKS + 1, (group + 1) * NUM_BLOCKS) for group in groups)
+
+    def reset(self):
+        self.num_resets += 1
+        self.scheduler.move_to(Namespace(f"mirror{self.num_resets}"))
 
     def expect_lookup(self, lookup):
         """A dialogue that begins with the same question and has the same deadline, or none."""
@@ -105,73 +111,89 @@ class Half:
         if lookup is not None:
             ((_, twin, _),) = asked
             assert (twin.dialogue.question, twin.deadline_ns) == (lookup.dialogue.question, lookup.deadline_ns)
-            self.lookups_by_ticket[lookup.ticket] = asked[0]
+            self.dialogues[lookup.ticket] = *asked[0], self.scheduler.namespace
 
     def round(self, ticket, question, present):
         """The connector puts the same question: every block at every rank, of which some lack the shard of one."""
-        _, twin, ask = self.lookups_by_ticket[ticket]
+        _, twin, ask, namespace = self.dialogues[ticket]
         assert twin.dialogue.question == question
-        there = set(self.listed(present))
+        there = set(listed(present))
 
         def exists(keys, deadline_ns):
-            assert deadline_ns == twin.deadline_ns
-            assert [self.block_of(key) for key in keys[::NUM_RANKS]] == self.listed(question)
+            assert deadline_ns == twin.deadline_ns and {key.namespace for key in keys} <= {namespace}
+            assert [self.place_of(key) for key in keys[::NUM_RANKS]] == listed(question)
             assert [key.rank for key in keys] == list(range(NUM_RANKS)) * (len(keys) // NUM_RANKS)
             return [self.outcome(key, there) for key in keys]
 
         twin.dialogue.answered(ask(SimpleNamespace(exists=exists), twin.dialogue.question, twin.deadline_ns))
 
     def outcome(self, key, there):
-        found = self.block_of(key) in there or key.rank != sum(self.block_of(key)) % NUM_RANKS
+        found = self.place_of(key) in there or key.rank != sum(self.place_of(key)) % NUM_RANKS
         return StoreOutcome.OK if found else StoreOutcome.MISSING
 
     def end_lookup(self, ticket):
         """Ends are noticed whenever a request is considered."""
-        asker, twin, _ = self.lookups_by_ticket[ticket]
-        self.lookups.answered.append((asker, twin))
+        self.lookups.answered.append(self.dialogues[ticket][:2])
         other = SimpleNamespace(request_id="other", num_prompt_tokens=1, num_tokens=1, block_hashes=[])
         assert self.scheduler.get_num_new_matched_tokens(other, 0) == (0, False)
 
-    def expect_plans(self, load, store, scheduled=MappingProxyType({})):
-        """The next step brings exactly these plans to the worker."""
-        state = SimpleNamespace(get_block_ids=lambda request_id: self.block_ids(), boundary_state_offloads={})
+    def expect_plans(self, load, store, scheduled=MappingProxyType({}), lent=MappingProxyType({})):
+        """The next step brings exactly these plans to the worker; `lent` is (state block, state length) by group."""
+        handed = [(group, block_id, length) for group, (block_id, length) in lent.items()]
+        state = SimpleNamespace(
+            get_block_ids=lambda request_id: self.block_ids(),
+            boundary_state_offloads={self.request.request_id: handed} if handed else {},
+        )
         output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
         metadata = self.scheduler.build_connector_meta(output)
-        self.expect_job(metadata.loads, load)
-        self.expect_job(metadata.stores, store)
+        self.expect_job(metadata.loads, load, {})
+        self.expect_job(metadata.stores, store, lent)
         if load is not None:
-            unwritten = [self.block_ids()[group][position] for group, position in self.listed(load.unproven)]
-            assert list(metadata.loads[0].unwritten) == unwritten
+            assert list(metadata.loads[0].unwritten) == [self.block_id(*place) for place in listed(load.unproven)]
 
-    def expect_job(self, jobs, plan):
-        """The plan's blocks under their names, into or from their places in the block table."""
+    def expect_job(self, jobs, plan, lent):
+        """What the plan moves under its names, into or from its places in the block table."""
         assert len(jobs) == (plan is not None and 1)
         if plan is None:
             return
         (job,) = jobs
-        assert [(entry.group, entry.position) for entry in job.entries] == self.listed(plan.blocks)
+        assert job.namespace == self.scheduler.namespace
+        assert [self.place_of(entry) for entry in job.entries] == listed(plan.blocks)
         for entry in job.entries:
-            assert entry.block_id == self.block_ids()[entry.group][entry.position]
-            assert self.block_of(entry) == (entry.group, entry.position)
+            index, position = self.place_of(entry)
+            block_id = lent[entry.group][0] if entry.group in lent else self.block_id(index, position)
+            assert (entry.position, entry.block_id) == (position, block_id)
         self.jobs[plan.ticket] = job
 
     def end_job(self, ticket, failed):
         """Rank by rank; each failed block fails at one of the ranks."""
-        job, lost = self.jobs.pop(ticket, None), self.listed(failed)
+        job, lost = self.jobs.pop(ticket, None), listed(failed)
         if job is None:
             return
-        failed_at = [index for index, entry in enumerate(job.entries) if (entry.group, entry.position) in lost]
+        failed_at = [index for index, entry in enumerate(job.entries) if self.place_of(entry) in lost]
         for rank in range(NUM_RANKS):
             mine = tuple(index for index in failed_at if index % NUM_RANKS == rank)
             self.scheduler.update_connector_output(SimpleNamespace(finished=[(job.job_id, 1, mine)]))
 
-    def block_of(self, named):
-        """(group, position) of what carries a group and the hash at the block's end."""
-        last = self.request.block_hashes.place_of[named.block_hash]
-        return named.group, (last + 1) * self.unit // self.sizes[named.group] - 1
+    def place_of(self, named):
+        """(index in `GroupRuns`, position) of what carries a group and a hash; what ends with a block is no tail."""
+        length = self.request.block_hashes.length_of[named.block_hash]
+        fitting = (
+            (index, length // kind.num_tokens - 1)
+            for index, kind in enumerate(self.model.kinds)
+            if kind.group == named.group and length % kind.num_tokens == 0
+        )
+        return next(fitting)
 
-    def listed(self, blocks):
-        return [(group, position) for group, runs in enumerate(blocks) for position in sorted(as_blocks(runs))]
+    def block_id(self, index, position):
+        """Of the block that holds it, in the block table."""
+        kind = self.model.kinds[index]
+        last_token = (position + 1) * kind.num_tokens - 1
+        return self.block_ids()[kind.group][last_token // self.model.groups[kind.group].block_size]
+
+
+def listed(blocks):
+    return [(index, position) for index, runs in enumerate(blocks) for position in sorted(as_blocks(runs))]
 
 
 class Dialogue:
@@ -189,13 +211,16 @@ class Dialogue:
 
 
 class Mirror(KVRequest):
-    """The machine under one driver; `half` is the other, of an engine that has learnt `twin`."""
+    """The machine under one driver; `half` is the other.
+
+    `content` names the first tokens, given how many; `twin` is what the connector's engine has learnt.
+    """
 
     half_type = Half
 
-    def __init__(self, planner, policy, num_prompt_tokens, *learning, twin=None):
+    def __init__(self, planner, policy, num_prompt_tokens, *learning, content=int, twin=None):
         super().__init__(planner, policy, num_prompt_tokens, *learning)
-        self.half = self.half_type(self, twin or Experience())
+        self.half = self.half_type(self, content, twin or Experience())
 
     def consider(self, local_hit_len, num_tokens, now_ns):
         answer = super().consider(local_hit_len, num_tokens, now_ns)
@@ -239,6 +264,12 @@ class Mirror(KVRequest):
         self.half.expect_plans(None, store, {self.half.request.request_id: 1})
         return store
 
+    def state_saved(self, group, state_len, now_ns):
+        store = super().state_saved(group, state_len, now_ns)
+        self.half.now_ns = now_ns
+        self.half.expect_plans(None, store, lent={group: (LENT, state_len)})
+        return store
+
     def store_finished(self, ticket, rejected, now_ns):
         super().store_finished(ticket, rejected, now_ns)
         self.half.now_ns = now_ns
@@ -248,6 +279,10 @@ class Mirror(KVRequest):
     def preempted(self):
         super().preempted()
         self.half.request.num_computed_tokens = 0
+
+    def reset(self):
+        super().reset()
+        self.half.reset()
 
     def finished(self, num_tokens, now_ns):
         store = super().finished(num_tokens, now_ns)

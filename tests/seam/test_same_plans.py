@@ -1,5 +1,7 @@
 """Both drivers' words for the same events give the same plans: the simulator's, and any interleaving whatever."""
 
+from copy import deepcopy
+
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -23,21 +25,37 @@ SEARCH = settings(
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(engine=ENGINES, asks=ASKS)
 def test_the_simulator_and_the_connector_make_the_same_plans(engine, asks):
-    made, twins = [], {}
+    made, twins, scenario = [], {}, scenario_of(engine, "pool-16")
 
-    def mirrored(planner, policy, num_prompt_tokens, experience, name_of):
+    def mirrored(planner, policy, num_prompt_tokens, experience, name_of, *hints):
+        def content(length):
+            return name_of(0, length // scenario.engine.block_size - 1)
+
         twin = twins.setdefault(id(experience), Experience())
-        made.append(Mirror(planner, policy, num_prompt_tokens, experience, name_of, twin=twin))
+        learning = (experience, name_of, *hints)
+        made.append(Mirror(planner, policy, num_prompt_tokens, *learning, content=content, twin=twin))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvsim.run, "KVRequest", mirrored)
-        simulation(scenario_of(engine, "pool-16"), trace_of(asks)).run()
+        simulation(scenario, trace_of(asks)).run()
     assert all(machine.half.closed for machine in made), "both drivers have reported every plan"
 
 
 class MirroredWorld(World):
-    machine = Mirror
+    """Every request is mirrored; a connector per engine learns what the engine learns."""
+
+    mirror = Mirror
+
+    def arrive(self, lineage, num_prompt, final, engine=0):
+        live = super().arrive(lineage, num_prompt, final, engine)
+        twin = vars(live.engine).setdefault("twin", deepcopy(live.engine.experience))
+        learning = (live.engine.experience, live.name)
+        content = lineage.__getitem__
+        live.machine = self.mirror(
+            self.planner, self.policy, num_prompt, *learning, content=lambda n: content(slice(n)), twin=twin
+        )
+        return live
 
 
 def test_any_interleaving_gives_the_connector_the_same_plans():
@@ -58,7 +76,7 @@ class AsksOnce(Half):
     """Ends a dialogue after its first round."""
 
     def round(self, ticket, question, present):
-        if self.lookups_by_ticket[ticket][1].dialogue.rounds == 0:
+        if self.dialogues[ticket][1].dialogue.rounds == 0:
             super().round(ticket, question, present)
 
 
@@ -69,9 +87,16 @@ class ForgetsFailures(Half):
         super().end_job(ticket, ((),) * len(failed))
 
 
-@pytest.mark.parametrize("half", [OneRankIsEnough, AsksOnce, ForgetsFailures])
+class NeverResets(Half):
+    """Goes on under the old names."""
+
+    def reset(self):
+        pass
+
+
+@pytest.mark.parametrize("half", [OneRankIsEnough, AsksOnce, ForgetsFailures, NeverResets])
 def test_a_driver_that_tells_something_else_is_found(half):
     broken = type("BrokenMirror", (Mirror,), {"half_type": half})
-    world = type("BrokenWorld", (World,), {"machine": broken})
+    world = type("BrokenWorld", (MirroredWorld,), {"mirror": broken})
     with pytest.raises(AssertionError):
         run_state_machine_as_test(type("Broken", (Interleavings,), {"world_type": world}), settings=SEARCH)
