@@ -1,4 +1,4 @@
-"""Engines, the pool they share, and the driver of their requests.
+"""Engines that share a pool, and the driver of their requests.
 
 A plan is reported by every rank on its own; the last report ends it. Blocks are pinned until then.
 """
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from kvcore.admission import AdmitAll
 from kvcore.group_runs import common, plus
-from kvcore.planner import Planner
 from kvcore.plans import Lookup, Offer, Wait
 from kvcore.request import KVRequest, State
 from kvcore.runs import from_blocks
 from tests.kvcore.attention_oracle import as_sets
-from tests.kvcore.engine_world import Engine, Live
-from tests.kvcore.pool_objects import brute_hit, held_tokens, objects_of, resumes
+from tests.kvcore.engine_world import Engine, Live, right
+from tests.kvcore.pool_objects import brute_hit, held_tokens, resumes
+from tests.kvcore.shared_pool import SharedPool
 
 ALL = 1_000
 """More tokens than any offer has."""
@@ -48,67 +48,21 @@ class Job:
     failed: set = field(default_factory=set)
 
 
-class Driver:
-    """The pool and the driver; whatever it is told to do is compared with what is right on the way."""
+class Driver(SharedPool):
+    """Whatever it is told to do is compared with what is right on the way."""
 
     machine = KVRequest
 
     def __init__(self, model, policy, num_blocks, num_ranks=1, num_engines=1, memory_ttl_ns=1_000_000):
-        self.model = model
-        self.planner = Planner(model)
+        super().__init__(model, num_ranks)
         self.policy = policy
         self.stores_all = isinstance(policy.admission, AdmitAll) and policy.max_storing_blocks is None
         self.engines = [Engine(model, num_blocks, memory_ttl_ns) for _ in range(num_engines)]
-        self.num_ranks = num_ranks
         self.memory_ttl_ns = memory_ttl_ns
         self.storable = as_sets(self.written_by(FAR))
-        self.pool = {}
-        self.ever_put = set()
         self.now_ns = 0
         self.live, self.closing = [], []
         self.questions, self.loads, self.stores, self.ended = [], [], [], []
-
-    # -- the pool -----------------------------------------------------------------------------------------------------
-
-    def key(self, live, generation, index, position):
-        return (generation, index, live.name(index, position)[1])
-
-    def present(self, key):
-        """All shards of it."""
-        return len(self.pool.get(key, ())) == self.num_ranks
-
-    def put(self, live, key, rank, content):
-        generation, index, text = key
-        assert content == live.engine.right(index, text, generation), f"wrong content under {key}"
-        self.pool.setdefault(key, {}).setdefault(rank, content)
-        self.ever_put.add(key)
-
-    def evict(self, keys):
-        for key, rank in keys:
-            del self.pool[key][rank]
-
-    def put_by_others(self, lineage, length, generation=0):
-        """An engine of the same settings has stored this prefix, with a state and its tails wherever a hit may end."""
-        engine = self.engines[0]
-        for index, positions in enumerate(as_sets(self.written_by(length))):
-            for position in positions:
-                text = lineage[: engine.kinds[index].end(position)]
-                content = engine.right(index, text, generation)
-                self.pool.setdefault((generation, index, text), dict.fromkeys(range(self.num_ranks), content))
-                self.ever_put.add((generation, index, text))
-
-    def written_by(self, length):
-        """All that a writer of so many tokens can store; tails come with states, or from a writer unlike ours."""
-        model = self.model
-        kept = self.planner.store(0, length, length)
-        for end in range(model.hit_step, length + 1, model.hit_step):
-            for group in self.engines[0].groups:
-                if not model.groups[group].positional:
-                    kept = plus(kept, self.planner.store_state(group, end, length))
-        if any(self.engines[0].states):
-            return kept
-        tails = (from_blocks(positions) for positions in objects_of(model, length)[len(model.groups) :])
-        return (*kept[: len(model.groups)], *tails)
 
     # -- scheduling ---------------------------------------------------------------------------------------------------
 
@@ -355,10 +309,11 @@ class Driver:
     def close_load(self, job):
         self.loads.remove(job)
         self.ended.append(job)
-        live, engine = job.live, job.live.engine
+        live = job.live
+        engine = live.engine
         for number, (index, position, block) in enumerate(job.entries):
             if number not in job.failed:
-                content = engine.right(index, live.name(index, position)[1], job.generation)
+                content = right(self.kinds, index, live.name(index, position)[1], job.generation)
                 block.slots[: len(content)] = content
         self.unpin(job)
         misses = live.machine.decisions.late_misses
@@ -409,7 +364,7 @@ class Driver:
                 job.failed.add(number)
             else:
                 key = self.key(live, job.generation, index, position)
-                self.put(live, key, job.ranks_left, engine.read(index, position, block))
+                self.put(key, job.ranks_left, engine.read(index, position, block))
         if job.ranks_left == 0:
             self.close_store(job)
 

@@ -62,6 +62,12 @@ class Live:
         return index, self.lineage[:end]
 
 
+def right(kinds, index, text, generation):
+    """What an object named by `text` holds."""
+    kind = kinds[index]
+    return [(kind.group, text[: token + 1], generation) for token in kind.tokens(len(text) // kind.step - 1)]
+
+
 class Engine:
     """Physical blocks and the prefix cache. `generation` counts the weights."""
 
@@ -81,11 +87,6 @@ class Engine:
         self.denied, self.unsaved = {}, {}
 
     # -- contents -----------------------------------------------------------------------------------------------------
-
-    def right(self, index, text, generation):
-        """What an object named by `text` holds."""
-        kind, end = self.kinds[index], len(text)
-        return [(kind.group, text[: token + 1], generation) for token in kind.tokens(end // kind.step - 1)]
 
     def read(self, index, position, block):
         """The part of the physical block that is the object."""

@@ -3,6 +3,7 @@
 from kvcore.request import State
 from tests.kvcore.attention_oracle import as_sets
 from tests.kvcore.driver_world import ALL, Driver
+from tests.kvcore.engine_world import right
 
 
 class World(Driver):
@@ -65,7 +66,7 @@ class World(Driver):
         for position in positions:
             text = live.lineage[: kind.end(position)]
             content = engine.read(index, position, live.table[kind.group][kind.block(position)])
-            if content == engine.right(index, text, engine.generation):
+            if content == right(self.kinds, index, text, engine.generation):
                 assert (engine.generation, index, position) in live.settled, f"{index, position} was never stored"
 
     # -- in the end ---------------------------------------------------------------------------------------------------
