@@ -229,7 +229,7 @@ class TraceWorkload(Table):
     """A recorded trace; the format is sniffed by content when not given."""
 
     trace: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), AfterValidator(os.path.expanduser)]
-    format: Literal["mooncake", "claude-code"] | None = None
+    format: Literal["mooncake", "claude-code", "decision-log"] | None = None
 
 
 def _workload_kind(data: object) -> str:

@@ -1,7 +1,7 @@
 """The connector's settings, read strictly: a misspelt key is an error that names its neighbours.
 
-A value comes from `kv_connector_extra_config`, else from Mooncake's environment variable, else from the JSON file that
-MOONCAKE_CONFIG_PATH names, else from the default.
+A value comes from `kv_connector_extra_config`, else from Mooncake's environment variable (or ours, for what must not be
+in vLLM's log), else from the JSON file that MOONCAKE_CONFIG_PATH names, else from the default.
 """
 
 import difflib
@@ -34,6 +34,7 @@ _ENVIRONMENT = {
     "global_segment_size": "MOONCAKE_GLOBAL_SEGMENT_SIZE",
     "local_buffer_size": "MOONCAKE_LOCAL_BUFFER_SIZE",
     "tenant_id": "MOONCAKE_TENANT_ID",
+    "record_key": "KVTWIN_RECORD_KEY",
 }
 
 # Settings of vLLM's MooncakeStoreConnector that change its keys and values.
@@ -108,6 +109,7 @@ class ConnectorConfig:
     `offer_ttl_ms` must stay below the master's lease (`--default_kv_lease_ttl`, 5 s unless set). `model_id` names the
     weights in the key namespace (empty: the model's path and revision); `namespace` adds fields to it. Where the key
     format is vLLM's, `cache_prefix` is all that can be added. An engine that neither loads nor stores lends memory.
+    `record` is where the decision log goes (empty: none), `record_key` a secret that makes its ids.
     """
 
     pool: PoolConfig
@@ -123,6 +125,8 @@ class ConnectorConfig:
     namespace: Mapping[str, str] = field(default_factory=dict)
     key_format: KeyNames = KeyNames.KVTWIN
     cache_prefix: str = ""
+    record: str = ""
+    record_key: str = field(default="", repr=False)
 
 
 def read_config(
@@ -159,6 +163,8 @@ def read_config(
         namespace=source.texts("namespace"),
         key_format=_key_format(source.text("key_format", KeyNames.KVTWIN.value)),
         cache_prefix=source.text("cache_prefix", ""),
+        record=source.text("record", ""),
+        record_key=source.text("record_key", ""),
     )
     source.refuse_unknown()
     _require_place_in_keys(config)

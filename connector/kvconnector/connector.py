@@ -16,6 +16,7 @@ from kvconnector.keys import InTreeFormat, KeyFormat, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
 from kvconnector.metrics import Numbers
 from kvconnector.plugin import register
+from kvconnector.record import Origin, Recorder
 from kvconnector.scheduler import KeySpace, SchedulerHalf
 from kvconnector.stats import PromMetrics, Stats
 from kvconnector.store import MooncakeStore
@@ -67,6 +68,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._recorder: Recorder | None = None
         transfer = vllm_config.kv_transfer_config
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_role)
         _set_load_failure_policy(transfer, config.on_load_failure)
@@ -82,6 +84,10 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info(announcement(config, keys, model, describe_hashes(vllm_config)))
             self._scheduler = SchedulerHalf(Planner(model), _policy(config), keys, self._lookups, clock)
             self._stop, self._take_numbers = self._lookups.close, self._scheduler.take_numbers
+            if config.record:
+                origin = Origin(model, keys.namespace, unit, keys.num_ranks)
+                self._recorder = Recorder(config.record, origin, clock, config.record_key)
+                self._scheduler.record = self._recorder.record
         else:
             self._store = MooncakeStore(pool, clock, text=names.text)
             self._worker = WorkerHalf(config, self._store, clock, rank_of(vllm_config), model, names.layouts)
@@ -198,6 +204,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Stop this half's threads, and leave the pool unless one of them is in a call that does not end."""
+        if self._recorder is not None:
+            self._recorder.close()
         if self._stop():
             self._store.close()
 

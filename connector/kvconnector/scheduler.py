@@ -11,6 +11,7 @@ from typing import Any
 
 from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
 from kvconnector.metrics import LOOKUPS, PINNED, WAITING, Numbers, Operation, Tally
+from kvconnector.record import Life
 from kvconnector.transfer import LookupThread
 from kvcore.group_runs import GroupRuns, count_blocks
 from kvcore.keys import BlockHash, Namespace, shard_keys, whole_blocks
@@ -46,6 +47,7 @@ class _Tracked:
 
     request: Any
     machine: KVRequest
+    life: Life
     starts_over: bool = False
     local_hit_len: int = 0
     has_run: bool = False
@@ -71,7 +73,7 @@ class _Job:
 
 
 class SchedulerHalf:
-    """One per engine. `on_closed` is called with each request whose last plan has ended, and its machine."""
+    """One per engine. Each request whose last plan has ended goes to `on_closed` and, with its times, to `record`."""
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class SchedulerHalf:
         clock: Clock,
     ) -> None:
         self.on_closed: Callable[[Any, KVRequest], None] = lambda request, machine: None
+        self.record: Callable[[Any, KVRequest, Life], None] = lambda request, machine, life: None
         self._planner = planner
         self._policy = policy
         self._keys = keys
@@ -137,7 +140,9 @@ class SchedulerHalf:
         """The scheduler admitted the request; what it granted is loaded into the blocks it allocated."""
         tracked = self._track(request)
         self._starting_over.discard(tracked)
-        load = tracked.machine.granted(num_external_tokens, self._clock.now_ns())
+        now_ns = self._clock.now_ns()
+        tracked.life.admitted(now_ns)
+        load = tracked.machine.granted(num_external_tokens, now_ns)
         if load is not None:
             self._landing[tracked] = self._num_blocks_after(tracked, load.resume_len)
             self._load(tracked, load, blocks.get_block_ids())
@@ -154,6 +159,7 @@ class SchedulerHalf:
             self._landing.pop(tracked, None)
             if not tracked.has_run:
                 tracked.has_run = True
+                tracked.life.started_ns = now_ns
                 self._tally.prompt(tracked.request, tracked.local_hit_len)
             # A step may also compute tokens nobody knows yet: drafts, and what an overlapping step samples.
             num_valid = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
@@ -189,7 +195,8 @@ class SchedulerHalf:
         self._lookups.forget(tracked)
         # The last sampled token, and what an overlapping step may still be computing, has no KV yet.
         num_valid = min(request.num_computed_tokens, request.num_tokens - 1)
-        store = tracked.machine.finished(num_valid, self._clock.now_ns())
+        tracked.life.finished_ns = now_ns = self._clock.now_ns()
+        store = tracked.machine.finished(num_valid, now_ns)
         if store is not None:
             self._store(tracked, store, block_ids)
         self._close(tracked)
@@ -219,7 +226,7 @@ class SchedulerHalf:
                 self._experience,
                 partial(self._name, request),
             )
-            tracked = self._tracked[request.request_id] = _Tracked(request, machine)
+            tracked = self._tracked[request.request_id] = _Tracked(request, machine, Life(self._clock.now_ns()))
         return tracked
 
     def _must_wait(self, tracked: _Tracked, resume_len: int) -> bool:
@@ -256,6 +263,7 @@ class SchedulerHalf:
         for tracked, lookup in self._lookups.take_answers():
             now_ns = self._clock.now_ns()
             self._tally.answered(lookup, lookup.deadline_ns - self._policy.lookup_deadline_ns, now_ns)
+            tracked.life.answered(lookup.dialogue, self._ranks)
             tracked.machine.lookup_answered(lookup.ticket, now_ns)
 
     def _exists(
@@ -345,6 +353,7 @@ class SchedulerHalf:
         if tracked.machine.closed:
             self._tally.closed(tracked.machine.decisions)
             self.on_closed(tracked.request, tracked.machine)
+            self.record(tracked.request, tracked.machine, tracked.life)
 
     def _entries(
         self,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcore.errors import InvalidArgument
-from kvsim.workload import cache, claude_code, files, mooncake
+from kvsim.workload import cache, claude_code, decision_log, files, mooncake
 from kvsim.workload.fields import trace_error
 from kvsim.workload.trace import Trace
 
@@ -25,6 +25,7 @@ class Format:
 FORMATS = {
     "mooncake": Format(mooncake.read, mooncake.VERSION, mooncake.SIGN),
     "claude-code": Format(claude_code.read, claude_code.VERSION, claude_code.SIGN),
+    "decision-log": Format(decision_log.read, decision_log.VERSION, decision_log.SIGN),
 }
 
 

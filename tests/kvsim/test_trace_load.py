@@ -75,7 +75,7 @@ def test_an_unknown_format_is_an_error_that_lists_the_formats(tmp_path, text, sa
     path.write_text(text)
     with pytest.raises(TraceError) as caught:
         load_trace(path)
-    assert str(caught.value) == f"{path}:1: format, {says}, expected one of mooncake, claude-code"
+    assert str(caught.value) == f"{path}:1: format, {says}, expected one of mooncake, claude-code, decision-log"
 
 
 def test_names_count_wherever_the_first_row_has_them(tmp_path):
@@ -110,7 +110,9 @@ def test_a_pipe_is_read_once_and_whole(mooncake_file, session_folder, tmp_path, 
 
 def test_a_pipe_does_not_tell_its_format(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(TraceError, match=":1: format, not given, expected one of mooncake, claude-code: a pipe is"):
+    with pytest.raises(
+        TraceError, match=":1: format, not given, expected one of mooncake, claude-code, decision-log: a pipe is"
+    ):
         load_trace(tmp_path / "pipe")
 
 
@@ -124,7 +126,7 @@ def test_a_bad_first_row_is_told_by_its_reader(tmp_path):
 def test_a_given_format_is_taken_at_its_word(mooncake_file):
     with pytest.raises(TraceError, match=":1: JSON, b'"):
         load_trace(mooncake_file, "claude-code")
-    with pytest.raises(InvalidArgument, match="format = 'csv': expected mooncake or claude-code"):
+    with pytest.raises(InvalidArgument, match="format = 'csv': expected mooncake or claude-code or decision-log"):
         load_trace(mooncake_file, "csv")
 
 
