@@ -51,7 +51,7 @@ class Step:
 
     def is_pure_decode(self) -> bool:
         """Every sequence computes the last token that it generated, and so generates the next one."""
-        return all(sequence.num_output and before + 1 == sequence.num_tokens for sequence, before, _ in self.scheduled)
+        return all([before + 1 == sequence.num_tokens > sequence.input_len for sequence, before, _ in self.scheduled])
 
 
 class Pool(Protocol):
@@ -168,6 +168,7 @@ class Scheduler:
 
     def _blocks_for_jump(self, step: Step, num_steps: int) -> int:
         block_size = self.limits.block_size
+        # Each holds the blocks of its tokens, the next one's included, and no more.
         return sum(
             [-(-(before + num_steps) // block_size) - sequence.num_blocks for sequence, before, _ in step.scheduled]
         )
