@@ -140,6 +140,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing that was stored before is loaded any more. True; what other engines share stays theirs."""
         namespace = namespace_digest({"before": self._scheduler.namespace, "reset": uuid.uuid4().hex})
         self._scheduler.move_to(namespace)
+        if self._recorder is not None:
+            self._recorder.moved(namespace)
         logger.warning("kvtwin: the cache was reset: keys are in namespace %s, which no other engine shares", namespace)
         return True
 

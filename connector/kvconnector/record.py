@@ -126,9 +126,9 @@ class Recorder:
         self._ids = _Ids(key)
         self._granule_len = origin.model.hit_step
         self._hashes_per_granule = self._granule_len // origin.hash_block_size
-        self._line = 1
+        self._line, self._num_written = 1, 0
         self._has_ended = False
-        self._waiting: queue.SimpleQueue[_Closed | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Closed | Json | None] = queue.SimpleQueue()
         self._file, self.path = _create(Path(path).expanduser())
         header = origin.header() | {"ids": "keyed" if key else "plain", "started_unix_ns": self._start_unix_ns}
         self._thread = threading.Thread(target=self._run, args=(header,), name="kvtwin-record", daemon=True)
@@ -151,12 +151,19 @@ class Recorder:
             )
         )
 
+    def moved(self, namespace: Namespace) -> None:
+        """From now on keys are in this namespace: what was stored before is found no more."""
+        self._waiting.put({"reset_ns": self._clock.now_ns() - self._start_ns, "namespace": namespace})
+
     def close(self) -> bool:
         """Write what waits and the last line, and say whether that is done."""
         self._waiting.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         logger.info(
-            "kvtwin: the decision log %s has %d requests; %d were dropped", self.path, self._line - 1, self.num_dropped
+            "kvtwin: the decision log %s has %d requests; %d were dropped",
+            self.path,
+            self._num_written,
+            self.num_dropped,
         )
         return not self._thread.is_alive()
 
@@ -165,10 +172,11 @@ class Recorder:
     def _run(self, header: Json) -> None:
         try:
             self._write(header)
-            while (closed := self._waiting.get()) is not None:
+            while (event := self._waiting.get()) is not None:
                 self._line += 1
-                self._write(self._described(closed))
-            self._write({"records": self._line - 1, "dropped": self.num_dropped})
+                self._write(self._described(event) if isinstance(event, _Closed) else event)
+                self._num_written += isinstance(event, _Closed)
+            self._write({"records": self._num_written, "dropped": self.num_dropped})
         except Exception:
             logger.exception("kvtwin: the decision log %s ends at line %d", self.path, self._line)
         self._has_ended = True

@@ -3,9 +3,10 @@
 The first line tells `granule_len`, the tokens that one id names. Every other line is a request, in the order in which
 they ended, with its `arrived_ns`, `prompt_len` and `total_len` (prompt and answer). Its content is the first n ids of
 the one on line l, which stands before it, where `like` is [l, n], and then `ids`: 16 hexadecimal digits each, in all
-one for each whole granule of `total_len`. The last line counts requests. Described in connector/README.md; the other
-fields are what the engine decided, and not read here.
+one for each whole granule of `total_len`. A line with `reset_ns` tells of a reset of the pool's content, and the last
+one counts requests. Described in connector/README.md; the other fields are what the engine decided, and not read here.
 
+- Resets are left out.
 - A request is a session of its own and starts when it arrived, counted from the first one. One that was never admitted
   is left out.
 - Tokens after the last whole granule are content of their own.
@@ -54,7 +55,7 @@ def read(path: Path) -> Trace:
     for line, row in enumerate(rows, start=2):
         if "dropped" in row.values:
             _tell_dropped(row)
-        else:
+        elif "reset_ns" not in row.values:
             log.add(line, row)
     return log.build(path)
 

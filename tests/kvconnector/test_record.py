@@ -171,6 +171,21 @@ def test_what_an_earlier_line_has_is_not_written_again(tmp_path):
     assert all({*row} - {"like", "ids"} == FIELDS for row in rows)
 
 
+def test_a_reset_is_told_where_it_was(tmp_path):
+    clock = Clock(100)
+    recorder = Recorder(str(tmp_path / "log"), ORIGIN, clock)
+    recorder.record(request_of("aaaabbbb"), *served(8))
+    clock.time_ns = 700
+    recorder.moved(Namespace("fedcba"))
+    recorder.record(request_of("aaaabbbbcccc"), *served(12))
+    assert recorder.close()
+    _, _, reset, after, end = lines(recorder.path)
+    assert reset == {"reset_ns": 600, "namespace": "fedcba"}
+    assert (after["like"], end["records"]) == ([2, 2], 2)
+    trace = load_trace(recorder.path, use_cache=False)
+    assert trace.input_len.tolist() == [8, 12]
+
+
 def test_hashes_at_a_finer_unit_are_written_at_the_granule(tmp_path):
     text = "aaaabbbbccccdd"
     origin = Origin(MODEL, Namespace("0"), 2, 1)

@@ -99,6 +99,11 @@ def test_what_was_never_admitted_is_left_out_but_can_be_referred_to(tmp_path):
         decision_log.read(write(tmp_path / "t", rows[0]))
 
 
+def test_resets_are_left_out(tmp_path):
+    reset = json.dumps({"reset_ns": 5_000, "namespace": "0"})
+    assert decision_log.read(write(tmp_path / "t", line(), reset, line(like=[2, 3], ids=""))).num_requests == 2
+
+
 def test_more_fields_are_no_error(tmp_path):
     assert decision_log.read(write(tmp_path / "t", line(novelty=[1]))).num_requests == 1
 

@@ -52,7 +52,9 @@ def serve(engines, path, seed):
         engine.drain()
         texts = [(text + engine.outputs[f"{number} {turn}"] + "next")[:50] for number, text in enumerate(texts)]
     engine.check_nothing_is_left()
-    assert recorder.close()
+    engine.connector._recorder, engine.connector._store.close = recorder, lambda: None
+    engine.connector.reset_cache()
+    engine.connector.shutdown()
     return recorder.path, closed
 
 
@@ -85,7 +87,9 @@ def test_a_log_gives_the_prompts_that_were_served(engines, tmp_path, seed):
 
 def test_a_log_gives_what_was_decided(engines, tmp_path):
     path, closed = serve(engines, tmp_path / "log", seed=5)
-    rows = [json.loads(line) for line in path.read_text().splitlines()][1:-1]
+    _, *rows, reset, end = [json.loads(line) for line in path.read_text().splitlines()]
+    assert end == {"records": len(closed), "dropped": 0}, "written at the engine's shutdown"
+    assert reset["namespace"] != json.loads(path.read_text().splitlines()[0])["namespace"]
     for row, (request, decisions) in zip(rows, closed, strict=True):
         wanted = json.loads(json.dumps(asdict(decisions)))
         assert {name: row[name] for name in wanted} == wanted
