@@ -51,7 +51,7 @@ class Step:
 
     def is_pure_decode(self) -> bool:
         """Every sequence computes the last token that it generated, and so generates the next one."""
-        return all([before + 1 == sequence.num_tokens > sequence.input_len for sequence, before, _ in self.scheduled])
+        return all(before + 1 == sequence.num_tokens > sequence.input_len for sequence, before, _ in self.scheduled)
 
 
 class Pool(Protocol):
