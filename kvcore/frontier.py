@@ -67,7 +67,8 @@ class Frontier:
         self.question = self.asked = self.present = nothing
         self._lost = self.denied
         self._asked_blocks = [self.local_hit_len // spec.block_size for spec in self.model.groups]
-        self.limit = min((self.limit, *(self._denied_len(group) for group in self._closed)))
+        if any(self.denied):
+            self.limit = self._undenied_len()
         self._batches = self._batch_ends() if self._closed else []
         self._tails_due = bool(self.model.tail_groups)
         if self.limit > self.local_hit_len:
@@ -133,7 +134,8 @@ class Frontier:
     def _guess(self) -> GroupRuns:
         """What the longest hit needs beside whole blocks."""
         whole = zip(self._units.margins, self.model.groups, strict=True)
-        tails = self._tails([align_down(self.limit + margin, spec.block_size) for margin, spec in whole])
+        ends = (align_down(self.limit + margin, spec.block_size) for margin, spec in whole)
+        tails = self._tails([max(self.local_hit_len, end) for end in ends])
         return plus(tails, self._question({group: self._unknown(group, self.limit) for group in self._others}))
 
     def _tails(self, covered_lens: list[int]) -> GroupRuns:
@@ -166,6 +168,13 @@ class Frontier:
             length, left = length - self.model.hit_step, left - 1
         self._num_tops *= 2
         return tuple(normalize(runs) for runs in wanted)
+
+    def _undenied_len(self) -> int:
+        """The longest hit that the denied blocks leave."""
+        length = min((self.limit, *(self._denied_len(group) for group in self._closed)))
+        while (shorter := self._possible_len(length)) < length:
+            length = shorter
+        return length
 
     def _denied_len(self, group: int) -> int:
         """The longest hit that the denied blocks of a prefix-closed group leave; tails may reach into the first."""

@@ -75,12 +75,17 @@ def held_tokens(model, limit, pool):
 
 def resumes(model, length, local, held):
     """Whether pool and an engine that could resume at `local` hold all that a hit of this length needs."""
-    for group, tokens in enumerate(held):
-        attention = attention_of(model.groups[group])
-        needed = {*attention.reads(length), *range(length, length + model.margins[group])}
-        if not needed <= tokens | engine_tokens(attention, model.groups[group].block_size, local):
-            return False
-    return True
+    needed = needed_tokens(model, length, local)
+    return all(tokens <= there for tokens, there in zip(needed, held, strict=True))
+
+
+def needed_tokens(model, length, local):
+    """Per group, tokens that a hit of this length needs of the pool."""
+    return [
+        {*attention_of(spec).reads(length), *range(length, length + margin)}
+        - engine_tokens(attention_of(spec), spec.block_size, local)
+        for spec, margin in zip(model.groups, model.margins, strict=True)
+    ]
 
 
 def engine_tokens(attention, block_size, local):

@@ -1,20 +1,22 @@
-"""The dialogue with the pool against trying every length on every object."""
+"""The dialogue with the pool against trying every length on every object.
+
+A case is (model, local hit, limit, what is denied, what the pool holds). What the dialogue promises is checked in one
+place, `broken_promises`, which the controls at the end must not get past.
+"""
 
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvcore.frontier
 from kvcore.frontier import Frontier
-from kvcore.group_runs import count_blocks
+from kvcore.group_runs import count_blocks, minus
 from kvcore.masks import lookup_runs
-from kvcore.planner import Planner
-from kvcore.runs import from_blocks
 from kvcore.spec import FullAttention, ModelSpec, Recurrent, SlidingWindow
-from tests.kvcore.attention_oracle import as_sets, specs
-from tests.kvcore.pool_objects import brute_hit, objects_of
+from tests.kvcore.attention_oracle import as_runs, as_sets, specs
+from tests.kvcore.pool_objects import brute_hit, held_tokens, kinds_of, needed_tokens, objects_of, resumes
 
 NUM_TOKENS = 96
 
@@ -65,76 +67,192 @@ def _some(draw, everything):
     return {"all": everything, "but": everything - draw(few), "few": draw(few), "none": set()}[kind]
 
 
-def dialogue(model, local, limit):
-    return Frontier(model, local, limit, Planner(model).nothing)
-
-
-def ask(frontier, pool):
-    """Carry the dialogue through; the questions that were put."""
-    questions = []
-    while frontier.open:
-        questions.append(frontier.question)
-        frontier.answered(tuple(from_blocks(found) for found in _found(frontier.question, pool)))
-    return questions
-
-
-def _found(question, pool):
-    return [blocks & held for blocks, held in zip(as_sets(question), pool, strict=True)]
-
-
 @st.composite
 def cases(draw):
     model = draw(models())
     num_tokens = draw(st.integers(0, NUM_TOKENS))
     limit = model.limit(num_tokens)
     local = draw(st.integers(0, limit // model.hit_step)) * model.hit_step if draw(st.booleans()) else 0
-    return model, local, limit, draw(pools(model))
+    pool = draw(pools(model))
+    return model, local, limit, draw(st.one_of(st.just(nothing_of(pool)), _few_of(objects_of(model, NUM_TOKENS)))), pool
 
 
-@given(cases())
-def test_it_finds_the_longest_hit(case):
-    model, local, limit, pool = case
-    frontier = dialogue(model, local, limit)
-    ask(frontier, pool)
-    assert frontier.hit_len == brute_hit(model, local, limit, pool)
+def nothing_of(pool):
+    return tuple(set() for _ in pool)
 
 
-@given(cases())
-def test_no_key_is_asked_for_twice_or_in_vain(case):
-    model, local, limit, pool = case
-    frontier = dialogue(model, local, limit)
+def _few_of(objects):
+    return st.tuples(
+        *(st.sets(st.sampled_from(sorted(some)), max_size=2) if some else st.just(set()) for some in objects)
+    )
+
+
+def ask(frontier, pool):
+    """Carry the dialogue through; the questions that were put, as sets."""
+    questions = []
+    while frontier.open and len(questions) < NUM_TOKENS:
+        questions.append(as_sets(frontier.question))
+        frontier.answered(as_runs(tuple(asked & held for asked, held in zip(questions[-1], pool, strict=True))))
+    return questions
+
+
+def broken_promises(case, make=Frontier):
+    """What the dialogue of the case does that it must not."""
+    model, local, limit, denied, pool = case
+    frontier = make(model, local, limit, as_runs(denied))
     questions = ask(frontier, pool)
-    asked = [
-        (index, block) for question in questions for index, blocks in enumerate(as_sets(question)) for block in blocks
-    ]
-    assert len(asked) == len(set(asked)) == count_blocks(frontier.asked)
-    if not model.splits_blocks:
-        full = as_sets(lookup_runs(model, local, limit))
-        assert all(block in full[index] for index, block in asked)
+    asked = [(index, block) for question in questions for index, some in enumerate(question) for block in some]
+    held = tuple(some - gone for some, gone in zip(pool, denied, strict=True))
+    promises = {
+        "the longest hit": frontier.hit_len == brute_hit(model, local, limit, held),
+        "once": len(asked) == len(set(asked)) == count_blocks(frontier.asked),
+        "what is needed": set(asked) <= needed_by_some_hit(model, local, limit, denied),
+        "nothing denied": not any(block in denied[index] for index, block in asked),
+        "few rounds": frontier.rounds == len(questions) <= 5 + math.log2(max(1, (limit - local) // model.hit_step)),
+    }
+    return {promise for promise, kept in promises.items() if not kept}
+
+
+def needed_by_some_hit(model, local, limit, denied):
+    """Objects that some hit beyond the local one needs and the engine lacks, where no other one is denied for it."""
+    everything = tuple(some - gone for some, gone in zip(objects_of(model, NUM_TOKENS + 64), denied, strict=True))
+    held = held_tokens(model, limit, everything)
+    lengths = [n for n in range(local + 1, limit + 1) if n % model.hit_step == 0 and resumes(model, n, local, held)]
+    useful = set()
+    for length in lengths:
+        needed = needed_tokens(model, length, local)
+        useful |= {
+            (index, position)
+            for index, kind in enumerate(kinds_of(model))
+            for position in everything[index]
+            if needed[kind.group] & set(kind.tokens(position))
+            and kind.end(position) <= limit + model.margins[kind.group]
+        }
+    return useful
 
 
 @given(cases())
-def test_rounds_are_few(case):
-    model, local, limit, pool = case
-    frontier = dialogue(model, local, limit)
-    ask(frontier, pool)
-    boundaries = max(1, (limit - local) // model.hit_step)
-    assert frontier.rounds <= 5 + math.log2(boundaries)
+def test_it_finds_the_longest_hit_and_asks_for_little(case):
+    assert broken_promises(case) == set()
 
 
 @given(cases())
 def test_a_whole_hit_takes_three_rounds(case):
-    model, local, limit, _ = case
-    frontier = dialogue(model, local, limit)
+    model, local, limit, _, pool = case
+    frontier = Frontier(model, local, limit, as_runs(nothing_of(pool)))
     ask(frontier, objects_of(model, NUM_TOKENS + 64))
     assert frontier.hit_len == limit and frontier.rounds <= 3
 
 
+@given(cases())
+def test_it_asks_no_more_than_the_full_lookup(case):
+    model, local, limit, denied, pool = case
+    assume(not model.splits_blocks)
+    frontier = Frontier(model, local, limit, as_runs(denied))
+    ask(frontier, pool)
+    assert minus(frontier.asked, lookup_runs(model, local, limit)) == as_runs(nothing_of(pool))
+
+
 @given(cases(), st.data())
 def test_losing_a_block_never_lengthens_a_hit(case, data):
-    model, local, limit, pool = case
-    whole, less = dialogue(model, local, limit), dialogue(model, local, limit)
+    model, local, limit, denied, pool = case
+    whole, less = (Frontier(model, local, limit, as_runs(denied)) for _ in range(2))
     ask(whole, pool)
     lost = tuple(data.draw(st.sets(st.sampled_from(sorted(held)), max_size=3)) if held else set() for held in pool)
     ask(less, tuple(held - gone for held, gone in zip(pool, lost, strict=True)))
     assert less.hit_len <= whole.hit_len
+
+
+@given(cases(), st.integers(0, 40))
+def test_a_longer_prompt_never_shortens_the_hit_of_its_prefix(case, more):
+    model, local, limit, denied, pool = case
+    hits = []
+    for length in (limit, limit + more - more % model.hit_step):
+        frontier = Frontier(model, local, length, as_runs(denied))
+        ask(frontier, pool)
+        hits.append(frontier.hit_len)
+    assert hits[0] <= hits[1]
+
+
+@given(cases(), st.integers(0, 3))
+def test_a_dialogue_that_is_broken_off_proves_what_was_answered(case, num_rounds):
+    model, local, limit, denied, pool = case
+    frontier = Frontier(model, local, limit, as_runs(denied))
+    while frontier.open and frontier.rounds < num_rounds:
+        frontier.answered(as_runs(tuple(a & h for a, h in zip(as_sets(frontier.question), pool, strict=True))))
+    assert frontier.hit_len == brute_hit(model, local, limit, as_sets(frontier.present))
+
+
+# -- controls ---------------------------------------------------------------------------------------------------------
+
+
+class StopsEarly(Frontier):
+    def answered(self, present):
+        super().answered(present)
+        if self.rounds == 2:
+            self.question = as_runs(nothing_of(present))
+
+
+class IgnoresMargins(Frontier):
+    def __post_init__(self):
+        self.model = ModelSpec(self.model.groups, hash_unit=self.model.hash_unit, hit_unit=self.model.hit_unit)
+        super().__post_init__()
+
+
+class AsksTwice(Frontier):
+    """Once more for what a hit needs, although it was answered."""
+
+    def _unknown(self, group, length):
+        return as_runs((set(range(*self._proof(group, length))) - as_sets(self._held)[group],))[0]
+
+
+class AsksForDenied(Frontier):
+    def __post_init__(self):
+        self.denied = as_runs(nothing_of(self.denied))
+        super().__post_init__()
+
+
+class AsksForAllAtOnce(Frontier):
+    """Also for windows that no hit of the rest needs, and beyond a gap."""
+
+    def _next(self):
+        if self.rounds:
+            return as_runs(nothing_of(self.asked))
+        return as_runs(objects_of(self.model, self.limit))
+
+
+class GoesStepByStep(Frontier):
+    """One boundary a round."""
+
+    def _tops(self):
+        self._num_tops = 1
+        return super()._tops()
+
+
+FULL, WINDOW = FullAttention(2), SlidingWindow(2, 5)
+HOLES = {block for block in range(48) if block % 3}
+EXAMPLES = [
+    (ModelSpec((FULL, WINDOW)), 0, 94, (set(), set()), (set(range(48)), HOLES)),
+    (ModelSpec((FULL, WINDOW)), 0, 94, (set(), {46}), (set(range(30)), set(range(48)))),
+    (ModelSpec((FULL,), frozenset({0})), 0, 90, (set(),), (set(range(20)),)),
+    (ModelSpec((FULL, WINDOW)), 4, 94, (set(), set()), (set(range(48)), {3, 4})),
+]
+
+
+def test_the_examples_are_kept():
+    assert [broken_promises(example) for example in EXAMPLES] == [set()] * len(EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "promise"),
+    [
+        (StopsEarly, "the longest hit"),
+        (IgnoresMargins, "the longest hit"),
+        (AsksTwice, "once"),
+        (AsksForDenied, "nothing denied"),
+        (AsksForAllAtOnce, "what is needed"),
+        (GoesStepByStep, "few rounds"),
+    ],
+)
+def test_another_dialogue_is_rejected(wrong, promise):
+    assert any(promise in broken_promises(example, wrong) for example in EXAMPLES)
