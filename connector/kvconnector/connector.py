@@ -14,7 +14,7 @@ from kvconnector.announcement import announcement
 from kvconnector.config import PATIENCE, ConnectorConfig, KeyNames, LoadFailure, PoolConfig, read_config
 from kvconnector.keys import InTreeFormat, KeyFormat, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
-from kvconnector.metrics import Numbers
+from kvconnector.metrics import AWAY, Numbers
 from kvconnector.plugin import register
 from kvconnector.record import Origin, Recorder
 from kvconnector.scheduler import KeySpace, SchedulerHalf
@@ -185,7 +185,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> Stats | None:
         """What this half counted since the last step; None when that is nothing."""
-        numbers = self._take_numbers()
+        numbers = self._take_numbers({AWAY.of(self.role.name.lower()): int(self._store.away)})
         return Stats(numbers) if numbers else None
 
     @classmethod

@@ -113,10 +113,16 @@ PINNED = Metric(
 WAITING = Metric(
     Kind.GAUGE, "waiting_jobs", "Lookups, loads and stores whose thread has not begun them.", (_OPERATION,)
 )
+AWAY = Metric(
+    Kind.GAUGE,
+    "pool_away",
+    "1 while this half's calls to the pool are misses at once.",
+    (("half", ("scheduler", "worker")),),
+)
 
 METRICS = (
     PROMPT_TOKENS, LOOKUPS, ROUNDS, LATE_LOOKUPS, LATE_ANSWERS, LATE_MISSES, REJECTED, KEYS, BYTES, DURATION, PINNED,
-    WAITING,
+    WAITING, AWAY,
 )  # fmt: skip
 
 METRIC_OF = {metric.of(*values): metric for metric in METRICS for values in metric.all_values()}

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
-from kvconnector.metrics import LOOKUPS, PINNED, WAITING, Numbers, Operation, Tally
+from kvconnector.metrics import LOOKUPS, PINNED, WAITING, Numbers, Operation, Series, Tally
 from kvconnector.record import Life
 from kvconnector.transfer import LookupThread
 from kvcore.group_runs import GroupRuns, count_blocks
@@ -179,10 +179,11 @@ class SchedulerHalf:
         for job_id, num_ranks, failed in report.finished:
             self._report(job_id, num_ranks, failed)
 
-    def take_numbers(self) -> Numbers:
-        """What was counted since the last call; call it once for each step."""
+    def take_numbers(self, levels: Mapping[Series, int]) -> Numbers:
+        """What was counted since the last call, with gauges of the caller's own; call it once for each step."""
         pinned = sum(len(job.pinned) for job in self._jobs.values())
-        return self._tally.take({PINNED.of(): pinned, WAITING.of(Operation.LOOKUP.value): self._lookups.num_waiting})
+        waiting = {WAITING.of(Operation.LOOKUP.value): self._lookups.num_waiting}
+        return self._tally.take({**levels, **waiting, PINNED.of(): pinned})
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
         """The request ended; its blocks may be freed at once, those still to be stored are pinned."""

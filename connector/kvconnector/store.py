@@ -96,6 +96,11 @@ class MooncakeStore:
         """Let `get` and `put` use this memory; it must live as long as the store."""
         self._link.register(address, size_bytes)
 
+    @property
+    def away(self) -> bool:
+        """Whether calls are turned away at once: the master did not answer the last one, or one does not come back."""
+        return self._lane.hangs or self._link.away
+
     def exists(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[StoreOutcome]:
         """OK for each key that a get would find now, and its lease is renewed."""
 
@@ -185,6 +190,11 @@ class _Link:
         self._client: Any = None
         self._suspect = False
         self._retry_at_ns: int | None = None
+
+    @property
+    def away(self) -> bool:
+        """Whether there is no master to call, as far as the last call knows."""
+        return self._retry_at_ns is not None
 
     def register(self, address: int, size_bytes: int) -> None:
         with self._lock:

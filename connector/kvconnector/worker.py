@@ -11,7 +11,7 @@ from kvconnector.jobs import Ended, LoadJob, StoreJob
 from kvconnector.keys import LayoutsOf
 from kvconnector.layout import CacheView, GroupLayout, group_layouts
 from kvconnector.metadata import StepMetadata, WorkerReport
-from kvconnector.metrics import WAITING, Numbers, Operation, Tally
+from kvconnector.metrics import WAITING, Numbers, Operation, Series, Tally
 from kvconnector.store import MooncakeStore, Pieces
 from kvconnector.transfer import TransferThread
 from kvconnector.vllm_compat import KVConnectorTransferResults
@@ -101,10 +101,10 @@ class WorkerHalf:
         ended, self._ended = self._ended, []
         return WorkerReport(tuple(ended)) if ended else None
 
-    def take_numbers(self) -> Numbers:
-        """What was counted since the last call."""
+    def take_numbers(self, levels: Mapping[Series, int]) -> Numbers:
+        """What was counted since the last call, with gauges of the caller's own."""
         waiting = {Operation.LOAD: self._loads.num_waiting, Operation.STORE: self._stores.num_waiting}
-        return self._tally.take({WAITING.of(operation.value): jobs for operation, jobs in waiting.items()})
+        return self._tally.take({**levels, **{WAITING.of(name.value): jobs for name, jobs in waiting.items()}})
 
     def close(self) -> bool:
         """Stop both threads, and say whether they have ended."""

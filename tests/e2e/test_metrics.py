@@ -1,5 +1,7 @@
 """After a real store and a real hit, vLLM's Prometheus registry shows what happened, to the key and the byte."""
 
+import time
+
 import pytest
 
 pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
@@ -84,3 +86,25 @@ def test_what_fails_is_counted_by_its_reason(engines, prompt):
     assert failed["late_misses_total{}"] == 2
     assert failed["prompt_tokens_total{computed}"] == 700
     assert "prompt_tokens_total{pool}" not in failed
+
+
+def test_a_pool_that_is_away_is_seen(engines, prompt):
+    """Frozen, the master answers nobody; what is asked then costs hits, and is counted."""
+    watch = Watch(engines.reader)
+    engines.pool.master.process.freeze()
+    try:
+        engines.reader.generate([prompt(200)], max_tokens=64)  # its lookup finds out
+        engines.reader.generate([prompt(200, 1)], max_tokens=64)
+        changes = watch.changes()
+    finally:
+        engines.pool.master.process.thaw()
+    assert changes["pool_away{scheduler}"] == 1
+    lost = [changes.get(f"keys_total{{lookup,{outcome}}}", 0) for outcome in ("timeout", "unavailable")]
+    assert sum(lost) >= 12
+    deadline = time.monotonic() + 30
+    number = 2
+    while engines.reader.call("metrics")["pool_away{scheduler}"]:
+        assert time.monotonic() < deadline, "the pool does not come back"
+        engines.reader.generate([prompt(200, number)], max_tokens=2)
+        engines.reader.call("settle")
+        number += 1

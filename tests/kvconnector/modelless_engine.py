@@ -129,7 +129,7 @@ class Thread:
 
 def without_threads(monkeypatch):
     """Every connector made from here on has no thread and no Mooncake."""
-    store = SimpleNamespace(join=lambda deadline_ns: False)
+    store = SimpleNamespace(join=lambda deadline_ns: False, away=False)
     monkeypatch.setattr(connector_module, "MooncakeStore", lambda config, clock, text: store)
     monkeypatch.setattr(connector_module, "LookupThread", Lookups)
     monkeypatch.setattr(worker_module, "TransferThread", Thread)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvconnector.metrics import (
+    AWAY,
     BYTES,
     DURATION,
     KEYS,
@@ -367,3 +368,15 @@ def test_loaded_by_our_module_s_path_we_have_a_name_in_vllm_s_registry():
     )
     without_plugins = {**os.environ, "VLLM_PLUGINS": ""}
     subprocess.run([sys.executable, "-c", script], env=without_plugins, check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.engine
+def test_a_pool_that_is_away_is_seen_and_that_it_is_back_too(engine):
+    away = AWAY.of("scheduler")
+    engine.connector._store.away = True
+    run(engine, "away")
+    assert engine.told
+    assert all(told[away] == 1 for told in engine.told)
+    engine.connector._store.away = False
+    run(engine, "back")
+    assert [told.get(away) for told in engine.told] == [0, *[None] * (len(engine.told) - 1)]
