@@ -187,6 +187,21 @@ def test_one_prefix_closed_group_keeps_the_tokens_before_the_first_failed_block(
     assert Planner(ModelSpec((spec,))).valid_len(80, (failed,)) == valid_len
 
 
+@pytest.mark.parametrize(
+    ("failed", "valid_len"), [((((1, 2),), ()), 16), (((), ((6, 7),)), 48), ((((2, 3),), ((6, 7),)), 32)]
+)
+def test_a_tail_that_failed_costs_its_block(failed, valid_len):
+    """Blocks of 16 tokens, split at every 8: tail 6 holds tokens 48 to 55."""
+    model = ModelSpec((FullAttention(16),), hash_unit=8, hit_unit=8)
+    assert Planner(model).valid_len(56, failed) == valid_len
+
+
+@pytest.mark.parametrize(("resume_len", "states"), [(48, ((0, 9),)), (50, ()), (56, ())])
+def test_a_state_serves_only_where_it_ends(resume_len, states):
+    planner = Planner(ModelSpec((FullAttention(16), Recurrent(16))))
+    assert planner.usable((((0, 9),), ((0, 9),)), resume_len) == (((0, 9),), states)
+
+
 # -- controls and helpers ---------------------------------------------------------------------------------------------
 
 

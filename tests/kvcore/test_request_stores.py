@@ -1,5 +1,6 @@
 """What a request stores, one move at a time: what fills, what was refused, what it met before."""
 
+from kvcore.memory import Experience
 from kvcore.planner import Planner
 from kvcore.plans import Offer
 from kvcore.request import KVRequest
@@ -82,6 +83,58 @@ def test_a_store_is_reported_once_and_outlives_a_preemption():
     assert request.decisions.late_answers == 1
     request.finished(0, 0)
     assert request.closed
+
+
+def test_what_a_window_leaves_at_the_grant_is_not_offered_again():
+    """Refused before, and a local hit of 3 blocks; the load goes on so far that the window needs none of them."""
+    experience = Experience()
+    first = machine(HYBRID, experience=experience)
+    offered(first, ((), ()))
+    first.granted(0, 0)
+    store = first.computed(3 * B, 0)
+    first.store_finished(store.ticket, store.blocks, 0)
+    second = machine(HYBRID, experience=experience)
+    assert offered(second, (((0, 10),), ((0, 10),)), local=3 * B).num_tokens == 7 * B
+    load = second.granted(7 * B, 0)
+    second.load_finished(load.ticket, ((), ()), 0)
+    assert second.owes
+    assert second.computed(PROMPT, 0).blocks == (((0, 3),), ())
+
+
+def test_the_last_report_of_a_block_counts():
+    """Two stores of one block are under way, after a load that failed; the older one fails last."""
+    request, load = loading(present=blocks((0, 5)))
+    request.load_finished(load.ticket, blocks(), 0)
+    old = request.computed(PROMPT, 0)
+    request.preempted()
+    _, load = loading(request, present=blocks((0, 7)))
+    request.load_finished(load.ticket, blocks((0, 7)), 0)
+    request.consider(0, PROMPT, 0)
+    request.granted(0, 0)
+    new = request.computed(PROMPT, 0)
+    request.store_finished(old.ticket, old.blocks, 0)
+    assert request.decisions.rejected == blocks((5, 10))
+    request.store_finished(new.ticket, blocks(), 0)
+    assert (request.decisions.stored, request.decisions.rejected) == (ALL, blocks())
+
+
+def test_generated_blocks_of_a_preempted_request_are_stored_at_its_end_though_the_engine_kept_them():
+    request, _ = computing(PROMPT)
+    request.computed(PROMPT + 5 * B, 0)
+    request.preempted()
+    request.consider(14 * B, PROMPT + 5 * B, 0)
+    request.granted(0, 0)
+    assert request.finished(PROMPT + 5 * B, 0).blocks == blocks((10, 15))
+
+
+def test_after_a_reset_all_is_stored_again_once_it_is_computed_again():
+    request, _ = computing(5 * B)
+    request.reset()
+    assert request.computed(PROMPT, 0) is None, "begun before the reset"
+    request.preempted()
+    offered(request, blocks())
+    request.granted(0, 0)
+    assert request.computed(PROMPT, 0).blocks == ALL
 
 
 def test_unaligned_lengths_and_groups_of_different_block_sizes():
