@@ -109,7 +109,8 @@ class ConnectorConfig:
     `offer_ttl_ms` must stay below the master's lease (`--default_kv_lease_ttl`, 5 s unless set). `model_id` names the
     weights in the key namespace (empty: the model's path and revision); `namespace` adds fields to it. Where the key
     format is vLLM's, `cache_prefix` is all that can be added. An engine that neither loads nor stores lends memory.
-    `record` is where the decision log goes (empty: none), `record_key` a secret that makes its ids.
+    Stores in flight pin at most `max_storing_share` of the engine's blocks. `record` is where the decision log goes
+    (empty: none), `record_key` a secret that makes its ids.
     """
 
     pool: PoolConfig
@@ -121,6 +122,7 @@ class ConnectorConfig:
     load_deadline_ms: int = 10_000
     store_deadline_ms: int = 30_000
     offer_ttl_ms: int = OFFER_TTL_MS
+    max_storing_share: float = 0.25
     model_id: str = ""
     namespace: Mapping[str, str] = field(default_factory=dict)
     key_format: KeyNames = KeyNames.KVTWIN
@@ -159,6 +161,7 @@ def read_config(
         load_deadline_ms=source.count("load_deadline_ms", 10_000, at_least=1),
         store_deadline_ms=source.count("store_deadline_ms", 30_000, at_least=1),
         offer_ttl_ms=source.count("offer_ttl_ms", OFFER_TTL_MS, at_least=1),
+        max_storing_share=source.share("max_storing_share", 0.25),
         model_id=source.text("model_id", ""),
         namespace=source.texts("namespace"),
         key_format=_key_format(source.text("key_format", KeyNames.KVTWIN.value)),
@@ -210,6 +213,12 @@ class _Source:
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise InvalidArgument(key, value, f"an integer >= {at_least}")
         return value
+
+    def share(self, key: str, default: float) -> float:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise InvalidArgument(key, value, "a number above 0, at most 1")
+        return float(value)
 
     def size_bytes(self, key: str, default_bytes: int) -> int:
         value = self._value(key, default_bytes)

@@ -82,7 +82,9 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             unit = hash_block_size(vllm_config, kv_cache_config)
             keys = KeySpace(names.namespace, unit, num_ranks(vllm_config))
             logger.info(announcement(config, keys, model, describe_hashes(vllm_config)))
-            self._scheduler = SchedulerHalf(Planner(model), _policy(config), keys, self._lookups, clock)
+            self._scheduler = SchedulerHalf(
+                Planner(model), _policy(config, kv_cache_config.num_blocks), keys, self._lookups, clock
+            )
             self._stop, self._take_numbers = self._lookups.close, self._scheduler.take_numbers
             if config.record:
                 origin = Origin(model, keys.namespace, unit, keys.num_ranks)
@@ -226,11 +228,12 @@ def _set_load_failure_policy(transfer: Any, wanted: LoadFailure) -> None:
     transfer.kv_load_failure_policy = wanted.value
 
 
-def _policy(config: ConnectorConfig) -> PoolPolicy:
+def _policy(config: ConnectorConfig, num_gpu_blocks: int) -> PoolPolicy:
     return PoolPolicy(
         lookup_deadline_ns=config.lookup_deadline_ms * NS_PER_MS,
         offer_ttl_ns=config.offer_ttl_ms * NS_PER_MS,
         max_load_attempts=PATIENCE.max_load_attempts if config.loads else 0,
+        max_storing_blocks=max(1, int(config.max_storing_share * num_gpu_blocks)),
         admission=PATIENCE.admission if config.stores else AdmitNone(),
     )
 

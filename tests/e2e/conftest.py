@@ -170,7 +170,7 @@ def cramped_and_used(engines, tmp_path_factory):
         "connector": {
             "name": CONNECTOR["name"],
             "module": None,
-            "extra": {**CONNECTOR["extra"], "load_deadline_ms": 60_000},
+            "extra": {**CONNECTOR["extra"], "load_deadline_ms": 60_000, "max_storing_share": 1.0},
         },
         "options": {
             "num_gpu_blocks_override": 48,

@@ -400,7 +400,7 @@ def make_config(block_size, num_blocks, num_ranks, depth, budget, policy, cachin
         kv_connector="KVTwinConnector",
         kv_connector_module_path="kvconnector.connector",
         kv_role="kv_both",
-        kv_connector_extra_config={"master_server_address": "nowhere:1"},
+        kv_connector_extra_config={"master_server_address": "nowhere:1", "max_storing_share": 1.0},
     )
     return config
 

@@ -56,6 +56,8 @@ def test_sizes(text, size_bytes):
         ({"lookup_deadline_ms": "50"}, "integer >= 1"),
         ({"lookup_deadline_ms": 0}, "integer >= 1"),
         ({"offer_ttl_ms": True}, "integer >= 1"),
+        ({"max_storing_share": 0}, "above 0, at most 1"),
+        ({"max_storing_share": 1.5}, "above 0, at most 1"),
         ({"global_segment_size": "4 parsecs"}, "64MB"),
         ({"global_segment_size": -1}, "64MB"),
         ({"global_segment_size": True}, "64MB"),

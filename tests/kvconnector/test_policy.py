@@ -18,8 +18,9 @@ pytestmark = pytest.mark.engine
 def test_a_role_is_a_policy(kv_role, max_load_attempts, admission):
     from kvconnector.connector import _policy
 
-    policy = _policy(read_config({"master_server_address": "10.0.0.1:50051"}, kv_role, {}))
+    policy = _policy(read_config({"master_server_address": "10.0.0.1:50051"}, kv_role, {}), 1_000)
     assert (policy.max_load_attempts, policy.admission) == (max_load_attempts, admission)
+    assert policy.max_storing_blocks == 250
 
 
 @pytest.mark.parametrize(
