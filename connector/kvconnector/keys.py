@@ -12,7 +12,7 @@ from kvconnector.layout import CacheView, GroupLayout, group_layouts
 from kvconnector.regions import region_layouts
 from kvcore.errors import require
 from kvcore.keys import BlockKey, Namespace, format_key
-from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec
+from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow
 
 LayoutsOf: TypeAlias = Callable[
     [Mapping[str, Sequence[CacheView]], Sequence[Sequence[str]], int], tuple[GroupLayout, ...]
@@ -109,6 +109,8 @@ def require_in_tree(model: ModelSpec) -> None:
     groups = model.groups
     _require(not model.splits_blocks, "a model whose hits end with blocks; here they may end inside them")
     _require(not any(isinstance(group, ChunkedLocal) for group in groups), "no chunked local attention")
+    retaining = any(isinstance(group, SlidingWindow) and group.extra_retained_tokens for group in groups)
+    _require(not retaining, "no window that retains extra tokens, which MooncakeStoreConnector does not store")
     whole = all(isinstance(group, FullAttention) for group in groups)
     _require(whole or not model.eagle_groups, "no draft head beside windows or recurrent states")
 

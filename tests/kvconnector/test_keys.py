@@ -174,6 +174,7 @@ FULL, WINDOW = FullAttention(16), SlidingWindow(16, 32)
     [
         (ModelSpec((FULL, Recurrent(16)), hash_unit=4, hit_unit=4), "hits end with blocks"),
         (ModelSpec((FULL, ChunkedLocal(16, 64))), "chunked"),
+        (ModelSpec((FULL, SlidingWindow(16, 32, 8))), "retains"),
         (ModelSpec((FULL, WINDOW), eagle_groups=frozenset({1})), "draft head"),
     ],
 )
