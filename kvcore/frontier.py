@@ -1,7 +1,7 @@
 """How far does what engine and pool hold together reach? A dialogue that asks for as little as it can.
 
-    rounds 1 to 3    the groups that need all of the past: the next part of the sequence, in growing batches, up to the
-                     first gap; with the last batch, on the chance that there is none, the longest hit of the others
+    rounds 1 to 3    the groups that need all of the past: the next part of the sequence, in two or three growing
+                     batches, up to the first gap; with the last, on the chance of none, the longest hit of the others
     one round        where blocks can be split: the tails behind the first gap
     then             the other groups, at the longest 1, 2, 4, ... hits that no known loss rules out
 
@@ -24,7 +24,11 @@ FIRST_BATCH_HITS = 64
 """Boundaries in the first batch, at least: a round trip costs as much as some 50 keys (`batch_is_exist`, loopback)."""
 
 FIRST_BATCH_SHARE = 16
-"""The first batch is this part of the sequence, at least; the second four times that; the third the rest."""
+"""The first batch is this part of the sequence, at least; the second the rest."""
+
+LONG_BATCH_HITS = 8_192
+"""Where more boundaries than this are left, a batch of four times the first comes in between: so many keys in vain take
+longer (4.5 ms to be told that they are absent) than any round trip."""
 
 
 @dataclass(slots=True)
@@ -118,7 +122,9 @@ class Frontier:
         """Lengths up to which the prefix-closed groups are asked, in turn; the last one is the limit."""
         step = self.model.hit_step
         first = max(FIRST_BATCH_HITS * step, (self.limit - self.local_hit_len) // FIRST_BATCH_SHARE)
-        ends = (align_up(self.local_hit_len + batch, step) for batch in (first, 5 * first))
+        ends = [align_up(self.local_hit_len + batch, step) for batch in (first, 5 * first)]
+        if self.limit - ends[0] <= LONG_BATCH_HITS * step:
+            del ends[1]
         return [*(end for end in ends if end < self.limit), self.limit]
 
     def _prefix(self, length: int) -> GroupRuns:

@@ -1,5 +1,6 @@
 """What was learnt about blocks lately, by content: bounded, and forgotten after a while."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -18,7 +19,7 @@ class BlockMemory:
 
     capacity_blocks: int
     ttl_ns: int
-    _noted_ns: dict[Hashable, int] = field(default_factory=dict)
+    _noted_ns: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)  # oldest first, in constant time
 
     def __post_init__(self) -> None:
         require(self.capacity_blocks > 0, "capacity_blocks", self.capacity_blocks, "at least 1")
@@ -30,10 +31,10 @@ class BlockMemory:
     def note(self, blocks: GroupRuns, name_of: NameOf, now_ns: int) -> None:
         """Remember the blocks from now on."""
         for _, _, name in _named(blocks, name_of):
-            self._noted_ns.pop(name, None)
             self._noted_ns[name] = now_ns
+            self._noted_ns.move_to_end(name)
         while len(self._noted_ns) > self.capacity_blocks:
-            del self._noted_ns[next(iter(self._noted_ns))]
+            self._noted_ns.popitem(last=False)
 
     def forget(self, blocks: GroupRuns, name_of: NameOf) -> None:
         """The blocks mean nothing any more; unknown ones are ignored."""
