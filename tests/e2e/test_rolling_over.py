@@ -60,8 +60,10 @@ class Fleet:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def fleet(request, pool, tmp_path_factory):
+def fleet(request, tmp_path_factory):
+    """Their requests fail when a lease runs out during a get, which takes seconds on a slow machine."""
     folder = tmp_path_factory.mktemp(f"fleet-{request.param}")
+    pool = Pool(folder, flags=("--default_kv_lease_ttl=60000",))
     model = write_tiny_model(request.param, folder / "model")
     started = []
 
@@ -79,6 +81,7 @@ def fleet(request, pool, tmp_path_factory):
         finally:
             for engine in started:
                 engine.kill()
+            pool.kill()
 
 
 @pytest.fixture(params=["theirs", "ours"])
