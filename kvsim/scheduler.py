@@ -178,11 +178,13 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> int:
         """Tokens for those that run already, in order; returns the budget that is left."""
         budget = self.limits.max_num_batched_tokens
+        block_size = self.limits.block_size
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
             num_new = min(sequence.num_tokens - sequence.num_computed, budget)
-            if not self._make_room(sequence, sequence.num_computed + num_new, step):
+            num_tokens = sequence.num_computed + num_new
+            if num_tokens > sequence.num_blocks * block_size and not self._make_room(sequence, num_tokens, step):
                 break
             self._run(sequence, num_new, step)
             budget -= num_new
@@ -355,7 +357,9 @@ class Scheduler:
         before = sequence.num_computed
         computed_len = before + num_new
         step.scheduled.append((sequence, before, num_new))
-        self._cache(sequence, computed_len)
+        assert sequence.holding is not None
+        if computed_len >= (sequence.holding.cached_end + 1) * self.limits.block_size:
+            self._cache(sequence, computed_len)
         if sequence.kv is not None and (before < sequence.input_len or sequence.kv.owes):
             store = sequence.kv.computed(computed_len, self._now_ns)
             step.num_stores += store is not None
