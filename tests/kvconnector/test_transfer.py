@@ -9,6 +9,7 @@ from kvconnector.jobs import Ended, Entry, JobId, LoadJob
 from kvconnector.lane import Lane
 from kvconnector.transfer import LookupThread, TransferThread
 
+import kvcore.frontier
 from kvcore.keys import Namespace
 from kvcore.planner import Planner
 from kvcore.plans import Lookup
@@ -24,6 +25,12 @@ OK, MISSING, TIMEOUT, UNAVAILABLE = (
     StoreOutcome.UNAVAILABLE,
 )
 DEADLINE_MS = 100
+
+
+@pytest.fixture(autouse=True)
+def three_batches(monkeypatch):
+    """Of a sequence this short too."""
+    monkeypatch.setattr(kvcore.frontier, "LONG_BATCH_HITS", 0)
 
 
 class HandClock:

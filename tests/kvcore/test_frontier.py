@@ -25,6 +25,7 @@ NUM_TOKENS = 96
 def small_batches(monkeypatch):
     """So that short sequences take several."""
     monkeypatch.setattr(kvcore.frontier, "FIRST_BATCH_HITS", 2)
+    monkeypatch.setattr(kvcore.frontier, "LONG_BATCH_HITS", 8)
 
 
 @st.composite

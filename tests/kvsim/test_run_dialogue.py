@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+import kvcore.frontier
 from kvsim.clock import PS_PER_US
 from kvsim.events import Kind
 from kvsim.invariants import check
@@ -19,6 +20,12 @@ FIRST = Ask(new_len=NUM_BLOCKS * BLOCK, output_len=1)
 COMES_BACK = Ask("fork", of=0, cut=NUM_BLOCKS * BLOCK, new_len=40, output_len=20, gap_us=5_000_000)
 BUSY = [Ask(new_len=30, output_len=3_000), Ask(new_len=40, output_len=3_000)]
 """Both instances decode meanwhile; the prompt that comes back is the other instance's."""
+
+
+@pytest.fixture(autouse=True)
+def three_batches(monkeypatch):
+    """Of a sequence this short too."""
+    monkeypatch.setattr(kvcore.frontier, "LONG_BATCH_HITS", 0)
 
 
 def settings(deadline_ms):
