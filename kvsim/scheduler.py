@@ -177,8 +177,7 @@ class Scheduler:
 
     def _schedule_running(self, step: Step) -> int:
         """Tokens for those that run already, in order; returns the budget that is left."""
-        budget = self.limits.max_num_batched_tokens
-        block_size = self.limits.block_size
+        budget, block_size = self.limits.max_num_batched_tokens, self.limits.block_size
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
@@ -357,9 +356,7 @@ class Scheduler:
         before = sequence.num_computed
         computed_len = before + num_new
         step.scheduled.append((sequence, before, num_new))
-        assert sequence.holding is not None
-        if computed_len >= (sequence.holding.cached_end + 1) * self.limits.block_size:
-            self._cache(sequence, computed_len)
+        self._cache(sequence, computed_len)
         if sequence.kv is not None and (before < sequence.input_len or sequence.kv.owes):
             store = sequence.kv.computed(computed_len, self._now_ns)
             step.num_stores += store is not None
