@@ -115,8 +115,12 @@ def broken_promises(case, make=Frontier):
 
 
 def needed_by_some_hit(model, local, limit, denied):
-    """Objects that some hit beyond the local one needs and the engine lacks, where no other one is denied for it."""
-    everything = tuple(some - gone for some, gone in zip(objects_of(model, NUM_TOKENS + 64), denied, strict=True))
+    """Objects that some hit beyond the local one needs and the engine lacks, where no other one is denied for it.
+
+    A denied tail rules no hit out: until the answers are there, a longer one or the whole block may serve.
+    """
+    gone = (*denied[: len(model.groups)], *(set() for _ in model.tail_groups))
+    everything = tuple(some - lost for some, lost in zip(objects_of(model, NUM_TOKENS + 64), gone, strict=True))
     held = held_tokens(model, limit, everything)
     lengths = [n for n in range(local + 1, limit + 1) if n % model.hit_step == 0 and resumes(model, n, local, held)]
     useful = set()
