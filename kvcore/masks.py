@@ -109,7 +109,7 @@ def _last_length_that_reaches(model: ModelSpec, group: int, end: int, boundaries
     length = align_up(end * spec.block_size, model.alignment)
     step = max(model.alignment, boundaries.step or 0)
     while spec.needed_blocks(length)[0] < end:
-        length += step
+        length, step = length + step, 2 * step
     return length
 
 

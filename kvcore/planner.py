@@ -25,11 +25,13 @@ class Planner:
     _no_tails: GroupRuns = field(init=False, repr=False, compare=False)
     _units: ModelSpec = field(init=False, repr=False, compare=False)
     _keeps_all: bool = field(init=False, repr=False, compare=False)
+    _block_sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_no_tails", ((),) * len(self.model.tail_groups))
         object.__setattr__(self, "nothing", ((),) * len(self.model.groups) + self._no_tails)
         object.__setattr__(self, "_units", self.model.in_units())
+        object.__setattr__(self, "_block_sizes", tuple({g.block_size for g in self.model.groups if g.positional}))
         object.__setattr__(self, "_keeps_all", all(g.prefix_closed and g.positional for g in self.model.groups))
         store_runs(self.model, ((0, 0),) * len(self.model.groups), self.retention, 0)
 
@@ -89,6 +91,11 @@ class Planner:
         if self._keeps_all:
             return singles(blocks) + self._no_tails
         return store_runs(self.model, blocks, self.retention, num_prompt_tokens) + self._no_tails
+
+    def fills_block(self, stored_len: int, computed_len: int) -> bool:
+        """Whether some block becomes full between the two lengths."""
+        crossed = (computed_len // size > stored_len // size for size in self._block_sizes)
+        return computed_len > stored_len and any(crossed)
 
     def store_state(self, group: int, state_len: int, num_prompt_tokens: int) -> GroupRuns:
         """The state of a recurrent group after `state_len` tokens, if a later request can resume there.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvcore.admission import Admission, AdmitAll
+from kvcore.admission import Admission, AdmitAll, AdmitNone
 from kvcore.errors import require
 from kvcore.frontier import Frontier
 from kvcore.group_runs import GroupRuns
@@ -90,6 +90,11 @@ class PoolPolicy:
         require(self.max_load_attempts >= 0, "max_load_attempts", self.max_load_attempts, "at least 0")
         valid = self.max_storing_blocks is None or self.max_storing_blocks > 0
         require(valid, "max_storing_blocks", self.max_storing_blocks, "None, or at least 1 block")
+
+    @property
+    def stores(self) -> bool:
+        """Whether anything is stored at all."""
+        return not isinstance(self.admission, AdmitNone)
 
     def has_room(self, num_storing: int, num_more: int) -> bool:
         """Whether a plan of `num_more` blocks may start beside `num_storing` that are in flight."""

@@ -351,7 +351,7 @@ class KVRequest:
     def _unsaved_hits(self, resume_len: int, now_ns: int) -> GroupRuns:
         """What the engine holds of the sequence, also when it resumes, and the pool was never given."""
         unsaved = self.experience.unsaved
-        if not len(unsaved):
+        if not len(unsaved) or not self.policy.stores:
             return self.planner.nothing
         kept = self.planner.store(0, self._local_hit_len, self.num_prompt_tokens)
         held = common(self.planner.held(self._local_hit_len), self.planner.held(resume_len))
@@ -359,7 +359,7 @@ class KVRequest:
 
     def _plan_store(self, num_tokens: int, now_ns: int) -> Store | None:
         ended = self.state is State.FINISHED
-        if self._is_foreign or (num_tokens <= self._saved_len and not ended and not any(self._owed)):
+        if self._is_foreign or not (ended or any(self._owed) or self.planner.fills_block(self._saved_len, num_tokens)):
             return None
         saved_len, self._saved_len = self._saved_len, max(num_tokens, self._saved_len)
         blocks, again = self.planner.store(saved_len, self._saved_len, self.num_prompt_tokens), self._owed
@@ -374,7 +374,7 @@ class KVRequest:
 
     def _store(self, blocks: GroupRuns, owed: GroupRuns, computed_len: int, now_ns: int) -> Store | None:
         """`owed` is known to be unsaved; of the rest, what the engine has been through tells."""
-        if self._is_foreign or not any(blocks):
+        if self._is_foreign or not any(blocks) or not self.policy.stores:
             return None
         again = owed
         if len(self.experience.unsaved):

@@ -43,12 +43,17 @@ class KeySpace:
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """A request, and its machine; `starts_over` from when a load left nothing until it is considered again."""
+    """A request, and its machine; `starts_over` from when a load left nothing until it is considered again.
+
+    `stepped_len`: tokens that steps have computed or built on since it was admitted. Another connector's load may have
+    been granted before, whose blocks hold nothing yet.
+    """
 
     request: Any
     machine: KVRequest
     life: Life
     starts_over: bool = False
+    stepped_len: int = 0
     local_hit_len: int = 0
     has_run: bool = False
 
@@ -126,6 +131,7 @@ class SchedulerHalf:
             return None, False
         if tracked.machine.state is State.COMPUTING:
             tracked.machine.preempted()  # the engine does not say so before it asks again
+            tracked.stepped_len = 0
         self._take_answers()
         answer = tracked.machine.consider(num_computed_tokens, request.num_tokens, self._clock.now_ns())
         if isinstance(answer, Lookup):
@@ -163,6 +169,7 @@ class SchedulerHalf:
                 self._tally.prompt(tracked.request, tracked.local_hit_len)
             # A step may also compute tokens nobody knows yet: drafts, and what an overlapping step samples.
             num_valid = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
+            tracked.stepped_len = num_valid
             store = tracked.machine.computed(num_valid, now_ns)
             if store is not None:
                 self._store(tracked, store, output.kv_connector_block_state.get_block_ids(request_id))
@@ -195,7 +202,7 @@ class SchedulerHalf:
         self._landing.pop(tracked, None)
         self._lookups.forget(tracked)
         # The last sampled token, and what an overlapping step may still be computing, has no KV yet.
-        num_valid = min(request.num_computed_tokens, request.num_tokens - 1)
+        num_valid = min(request.num_computed_tokens, request.num_tokens - 1, tracked.stepped_len)
         tracked.life.finished_ns = now_ns = self._clock.now_ns()
         store = tracked.machine.finished(num_valid, now_ns)
         if store is not None:

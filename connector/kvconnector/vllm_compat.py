@@ -1,6 +1,7 @@
 """The only file that knows vLLM's versions (0.32 and 0.33): where its names live, and what its configuration says."""
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -84,14 +85,18 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, Namesp
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return {
-        "format": 1,
+        "format": 2,
         "model": str(model.model),
         "revision": model.revision,
         "quantization": None if model.quantization is None else str(model.quantization),
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
         "kv_layout": kv_cache_config.kv_cache_layout or cache.kv_cache_layout,
+        "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
+        "positions": _position_fields(model),
+        "drafts": _draft_fields(vllm_config.speculative_config),
         "groups": [_spec_fields(_one_spec(group)) for group in kv_cache_config.kv_cache_groups],
+        "layers": [list(group.layer_names) for group in kv_cache_config.kv_cache_groups],
         "hash_block_size": hash_block_size(vllm_config, kv_cache_config),
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "tensor_parallel_size": parallel.tensor_parallel_size,
@@ -193,7 +198,25 @@ def _group_spec(spec: Any) -> GroupSpec:
     raise InvalidArgument("kv_cache_spec", kind.__name__, "full, sliding-window, chunked-local or Mamba layers")
 
 
+def _position_fields(model: Any) -> str:
+    """How positions are turned into keys: a user can override it without renaming the model."""
+    names = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    hf_config = getattr(model, "hf_text_config", None)
+    fields = {name: getattr(hf_config, name, None) for name in names}
+    text = json.dumps(fields, sort_keys=True, default=str)
+    # These two choose their factors by the longest sequence that is served.
+    depends_on_length = "longrope" in text or "dynamic" in text
+    return f"{text} {model.max_model_len}" if depends_on_length else text
+
+
+def _draft_fields(speculative: Any) -> list[NamespaceField]:
+    if speculative is None:
+        return []
+    return [str(getattr(speculative, name, None)) for name in ("method", "model", "revision")]
+
+
 def _spec_fields(spec: Any) -> list[NamespaceField]:
     named = ("block_size", "num_kv_heads", "head_size", "sliding_window", "attention_chunk_size", "page_size_bytes")
-    values: list[NamespaceField] = [type(spec).__name__, str(getattr(spec, "dtype", None))]
-    return values + [getattr(spec, name, None) for name in named]
+    of_any_type = ("dtype", "dtypes", "shapes", "mamba_type", "head_size_v", "kv_quant_mode")
+    texts: list[NamespaceField] = [str(getattr(spec, name, None)) for name in of_any_type]
+    return [type(spec).__name__, *texts, *(getattr(spec, name, None) for name in named)]

@@ -154,7 +154,9 @@ def test_engines_whose_bytes_differ_have_different_namespaces():
     changes = {
         "model": "org/other", "revision": "v2", "quantization": "fp8", "dtype": "torch.float32", "cache_dtype": "fp8",
         "kv_cache_layout": "LBNHC", "prefix_caching_hash_algo": "sha256_cbor", "tensor_parallel_size": 2,
-        "pipeline_parallel_size": 2,
+        "pipeline_parallel_size": 2, "calculate_kv_scales": True,
+        "hf_text_config": SimpleNamespace(rope_theta=10_000.0, rope_scaling={"type": "yarn", "factor": 4.0}),
+        "speculative_config": SimpleNamespace(method="eagle", model="org/draft", revision=None),
     }  # fmt: skip
     digests = {namespace_digest(namespace_fields(engine_config(**{k: v}), one_group)) for k, v in changes.items()}
     spec = attention("FullAttentionSpec")
@@ -166,6 +168,29 @@ def test_engines_whose_bytes_differ_have_different_namespaces():
     }
     digests.add(namespace_digest(namespace_fields(engine_config(), cache_config(spec, spec))))
     assert len(digests - {base}) == len(changes) + len(others) + 1
+
+
+def test_states_of_other_types_and_other_layers_have_other_namespaces():
+    import torch
+    from kvconnector.vllm_compat import namespace_fields
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    specs = [mamba(), replace(mamba(), dtypes=(torch.bfloat16,)), replace(mamba(), shapes=((2, 8),))]
+    configs = [cache_config(spec) for spec in specs]
+    drafted = KVCacheGroupSpec(["layer.0", "draft.0"], mamba())
+    configs.append(KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[drafted]))
+    assert len({namespace_digest(namespace_fields(engine_config(block_size=64), each)) for each in configs}) == 4
+
+
+def test_factors_that_go_by_the_longest_sequence_are_told_apart():
+    from kvconnector.vllm_compat import namespace_fields
+
+    def digest(kind, max_model_len):
+        config = engine_config(hf_text_config=SimpleNamespace(rope_scaling={"type": kind}), max_model_len=max_model_len)
+        return namespace_digest(namespace_fields(config, cache_config(attention("FullAttentionSpec"))))
+
+    assert digest("longrope", 4_096) != digest("longrope", 131_072)
+    assert digest("yarn", 4_096) == digest("yarn", 131_072)
 
 
 def test_the_resolved_layout_is_the_engine_s():
