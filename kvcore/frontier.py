@@ -69,7 +69,7 @@ class Frontier:
         self._known = self._held
         nothing: GroupRuns = ((),) * (len(groups) + len(self.model.tail_groups))
         self.question = self.asked = self.present = nothing
-        self._lost = self.denied
+        self._lost = (*map(subtract, self.denied, self._held), *self.denied[len(groups) :])
         self._asked_blocks = [self.local_hit_len // spec.block_size for spec in self.model.groups]
         if any(self.denied):
             self.limit = self._undenied_len()

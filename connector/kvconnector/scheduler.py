@@ -45,15 +45,14 @@ class KeySpace:
 class _Tracked:
     """A request, and its machine; `starts_over` from when a load left nothing until it is considered again.
 
-    `stepped_len`: tokens that steps have computed or built on since it was admitted. Another connector's load may have
-    been granted before, whose blocks hold nothing yet.
+    `filled_len`: tokens that are in its blocks, as far as is known: blocks may be another connector's to fill.
     """
 
     request: Any
     machine: KVRequest
     life: Life
     starts_over: bool = False
-    stepped_len: int = 0
+    filled_len: int = 0
     local_hit_len: int = 0
     has_run: bool = False
 
@@ -125,13 +124,12 @@ class SchedulerHalf:
         finds no room, and this one could wait for blocks of another whose load failed too and who is never seen.
         """
         tracked = self._track(request)
-        tracked.local_hit_len = num_computed_tokens
+        tracked.local_hit_len = tracked.filled_len = num_computed_tokens
         if tracked.starts_over:
             tracked.starts_over = False
             return None, False
         if tracked.machine.state is State.COMPUTING:
             tracked.machine.preempted()  # the engine does not say so before it asks again
-            tracked.stepped_len = 0
         self._take_answers()
         answer = tracked.machine.consider(num_computed_tokens, request.num_tokens, self._clock.now_ns())
         if isinstance(answer, Lookup):
@@ -148,6 +146,7 @@ class SchedulerHalf:
         self._starting_over.discard(tracked)
         now_ns = self._clock.now_ns()
         tracked.life.admitted(now_ns)
+        tracked.filled_len += num_external_tokens
         load = tracked.machine.granted(num_external_tokens, now_ns)
         if load is not None:
             self._landing[tracked] = self._num_blocks_after(tracked, load.resume_len)
@@ -169,7 +168,7 @@ class SchedulerHalf:
                 self._tally.prompt(tracked.request, tracked.local_hit_len)
             # A step may also compute tokens nobody knows yet: drafts, and what an overlapping step samples.
             num_valid = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
-            tracked.stepped_len = num_valid
+            tracked.filled_len = num_valid
             store = tracked.machine.computed(num_valid, now_ns)
             if store is not None:
                 self._store(tracked, store, output.kv_connector_block_state.get_block_ids(request_id))
@@ -202,7 +201,7 @@ class SchedulerHalf:
         self._landing.pop(tracked, None)
         self._lookups.forget(tracked)
         # The last sampled token, and what an overlapping step may still be computing, has no KV yet.
-        num_valid = min(request.num_computed_tokens, request.num_tokens - 1, tracked.stepped_len)
+        num_valid = min(request.num_computed_tokens, request.num_tokens - 1, tracked.filled_len)
         tracked.life.finished_ns = now_ns = self._clock.now_ns()
         store = tracked.machine.finished(num_valid, now_ns)
         if store is not None:

@@ -261,3 +261,10 @@ def test_the_examples_are_kept():
 )
 def test_another_dialogue_is_rejected(wrong, promise):
     assert any(promise in broken_promises(example, wrong) for example in EXAMPLES)
+
+
+def test_what_the_engine_holds_is_not_lost_when_the_pool_denied_it():
+    model = ModelSpec((SlidingWindow(2, 13, 5),))
+    frontier = Frontier(model, 2, 20, denied=(((0, 1),),))
+    ask(frontier, (set(range(10)),))
+    assert frontier.hit_len == 20

@@ -100,6 +100,17 @@ class Half:
         groups = range(len(self.model.groups))
         return tuple(range(group * NUM_BLOCKS + 1, (group + 1) * NUM_BLOCKS) for group in groups)
 
+    def filled_len(self):
+        """Tokens that the half knows to be in the request's blocks."""
+        return self.scheduler._tracked[self.request.request_id].filled_len
+
+    def decode_to(self, num_tokens, now_ns):
+        """The last of the steps that a simulator jumps over; none of them fills a block that is stored now."""
+        self.now_ns = now_ns
+        self.request.num_computed_tokens = num_tokens - 1
+        self.request.num_tokens = max(self.request.num_tokens, num_tokens)
+        self.expect_plans(None, None, {self.request.request_id: 1})
+
     def reset(self):
         self.num_resets += 1
         self.scheduler.move_to(Namespace(f"mirror{self.num_resets}"))
@@ -285,6 +296,8 @@ class Mirror(KVRequest):
         self.half.reset()
 
     def finished(self, num_tokens, now_ns):
+        if self.state is State.COMPUTING and self.half.filled_len() < num_tokens:
+            self.half.decode_to(num_tokens, now_ns)
         store = super().finished(num_tokens, now_ns)
         self.half.now_ns = now_ns
         self.half.request.num_computed_tokens = num_tokens
