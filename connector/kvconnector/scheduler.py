@@ -53,6 +53,7 @@ class _Tracked:
     life: Life
     starts_over: bool = False
     filled_len: int = 0
+    failed_ns: int = 0
     local_hit_len: int = 0
     has_run: bool = False
 
@@ -137,7 +138,7 @@ class SchedulerHalf:
         if not isinstance(answer, Offer):
             return None, False
         if answer.num_tokens and self._must_wait(tracked, num_computed_tokens + answer.num_tokens):
-            return None, False
+            return (0 if self._held_back_long() else None), False
         return answer.num_tokens, answer.num_tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -226,13 +227,8 @@ class SchedulerHalf:
     def _track(self, request: Any) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            machine = KVRequest(
-                self._planner,
-                self._policy,
-                request.num_prompt_tokens,
-                self._experience,
-                partial(self._name, request),
-            )
+            name_of = partial(self._name, request)
+            machine = KVRequest(self._planner, self._policy, request.num_prompt_tokens, self._experience, name_of)
             tracked = self._tracked[request.request_id] = _Tracked(request, machine, Life(self._clock.now_ns()))
         return tracked
 
@@ -250,6 +246,11 @@ class SchedulerHalf:
         held = count_blocks(self._planner.held(resume_len))
         lacking = self._num_blocks_after(tracked, resume_len) + sum(self._landing.values())
         return bool(self._pool.get_num_free_blocks() < held + lacking)
+
+    def _held_back_long(self) -> bool:
+        """Whether one that starts over has not been seen for so long that others compute rather than wait for it."""
+        overdue_ns = self._clock.now_ns() - self._policy.offer_ttl_ns
+        return any(other.failed_ns < overdue_ns for other in self._starting_over)
 
     def _num_blocks_after(self, tracked: _Tracked, resume_len: int) -> int:
         """Blocks, of all groups, for the tokens from `resume_len` on."""
@@ -345,7 +346,7 @@ class SchedulerHalf:
         self._pool.free_blocks(reversed(job.pinned))
         valid_len = job.end_plan(job.ticket, self._failed_runs(job), self._clock.now_ns())
         if valid_len == 0 and job.tracked.machine.state is State.WAITING:
-            job.tracked.starts_over = True
+            job.tracked.starts_over, job.tracked.failed_ns = True, self._clock.now_ns()
             self._starting_over.add(job.tracked)
             self._landing.pop(job.tracked, None)
         self._close(job.tracked)
