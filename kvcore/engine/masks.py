@@ -34,7 +34,7 @@ def lookup_mask(engine: EngineModel, aligned_len: int) -> tuple[Mask, ...]:
 def lookup_runs(engine: EngineModel, aligned_len: int) -> tuple[Runs | None, ...]:
     """Per group, the blocks of the first `aligned_len` tokens that are asked for; None: all of them."""
     ends = (aligned_len // spec.block_size for spec in engine.specs)
-    return tuple(_reachable(engine, group, (0, end), None, ()) for group, end in enumerate(ends))
+    return tuple(reachable_runs(engine, group, (0, end), None, ()) for group, end in enumerate(ends))
 
 
 def store_mask(
@@ -62,27 +62,35 @@ def store_runs(
     `retention`: None, 0 or a multiple of the alignment, in tokens. `num_prompt_tokens` None: no replay boundary is
     known. `junction`: a length at which another request left this one's prefix (the GPU's cache knows some).
     """
-    step = engine.model.alignment
-    require(not retention or (retention > 0 and retention % step == 0), "retention", retention, f"a multiple of {step}")
-    replay = () if num_prompt_tokens is None else _replay_boundaries(engine, num_prompt_tokens)
+    require_retention(engine, retention)
     return tuple(
-        _kept(engine, group, run, retention, (*replay, *_junctions(engine, group, junction)))
+        _kept(engine, group, run, retention, kept_boundaries(engine, group, num_prompt_tokens, junction))
         for group, run in enumerate(blocks)
     )
 
 
-def cached_len(engine: EngineModel, group: int, num_computed_tokens: int) -> int:
+def require_retention(engine: EngineModel, retention: int | None) -> None:
+    """Raise InvalidArgument unless it is None, 0 or a multiple of the alignment."""
+    step = engine.model.alignment
+    require(not retention or (retention > 0 and retention % step == 0), "retention", retention, f"a multiple of {step}")
+
+
+def cached_len(engine: EngineModel, group: int, num_computed_tokens: int, num_reprefilled: int = 0) -> int:
     """Tokens of a running request whose blocks the group may enter into the GPU's prefix cache.
 
     One group enters them at once. Several wait for a whole alignment unit, and a draft group for its next block too.
+    `num_reprefilled`: the last tokens that a draft head of several modules computes again. Beside other groups only
+    draft groups wait for them.
     """
-    step = engine.model.hit_step
-    if len(engine.model.groups) == 1 or engine.model.splits_blocks:
-        return num_computed_tokens
-    aligned = align_down(num_computed_tokens, step)
-    if aligned and group in engine.eagle_groups:
-        return min(num_computed_tokens, aligned + engine.specs[group].block_size)
-    return aligned
+    step, settled_len = engine.model.hit_step, max(0, num_computed_tokens - num_reprefilled)
+    if len(engine.model.groups) == 1:
+        return settled_len
+    aligned = num_computed_tokens if engine.model.splits_blocks else align_down(num_computed_tokens, step)
+    if not aligned or group not in engine.eagle_groups:
+        return aligned
+    if engine.model.splits_blocks:
+        return settled_len
+    return min(settled_len, align_down(settled_len, step) + engine.specs[group].block_size)
 
 
 def _first_loaded(spec: GroupSpec, hit_len: int) -> int:
@@ -100,13 +108,13 @@ def _kept(engine: EngineModel, group: int, run: Run, retention: int | None, boun
     """The connector never stores a recurrent state by its position."""
     if engine.side is Side.POOL and isinstance(engine.specs[group], Recurrent):
         return ()
-    return _reachable(engine, group, run, retention, boundaries)
+    return reachable_runs(engine, group, run, retention, boundaries)
 
 
-def _reachable(
+def reachable_runs(
     engine: EngineModel, group: int, run: Run, retention: int | None, boundaries: tuple[int, ...]
 ) -> Runs | None:
-    """The part of `run` that a hit can need; None: the engine keeps all of it."""
+    """The part of `run` that a hit can need, at the `boundaries` too; None: the engine keeps all of it."""
     spec = engine.specs[group]
     step = engine.model.alignment if engine.side is Side.POOL else engine.model.hit_step
     if not spec.cacheable:
@@ -131,6 +139,14 @@ def _segment_ends(run: Run, segment: int, needed: int, shift: int) -> Iterable[i
     start, end = run
     first = align_down(max(0, start - shift), segment) + segment + shift
     return range(first, end + needed, segment)
+
+
+def kept_boundaries(
+    engine: EngineModel, group: int, num_prompt_tokens: int | None, junction: int | None
+) -> tuple[int, ...]:
+    """Lengths whose blocks the group keeps under any retention; see `store_runs`."""
+    replay = () if num_prompt_tokens is None else _replay_boundaries(engine, num_prompt_tokens)
+    return (*replay, *_junctions(engine, group, junction))
 
 
 def _replay_boundaries(engine: EngineModel, num_prompt_tokens: int) -> tuple[int, ...]:

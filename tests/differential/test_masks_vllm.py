@@ -175,7 +175,7 @@ WRONG = {
     "no segments": (masks, "_segment_ends", lambda run, segment, needed, shift: ()),
     "no junctions": (masks, "_junctions", lambda engine, group, junction: ()),
     "chunks of the last token": (masks, "_first_loaded", lambda spec, hit_len: 0),
-    "recurrent states by position": (masks, "_kept", masks._reachable),
+    "recurrent states by position": (masks, "_kept", masks.reachable_runs),
     "no waiting for a whole unit": (
         masks,
         "cached_len",
