@@ -124,6 +124,7 @@ def chunk_end(cache, request, start, num_new, max_tokens):
         block_size=max(sizes),
         cache_config=SimpleNamespace(block_size=max(sizes)),
         hash_block_size=model.hashed_step,
+        num_hash_lookahead_tokens=0,
         mamba_partial_cache_hit=partial,
         use_eagle_block_drop=cache.subject.use_eagle,
         mamba_has_prefill_checkpoint_blocks=writer.checkpoint_step is not None,

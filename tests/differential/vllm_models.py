@@ -119,17 +119,13 @@ def pool_coordinator(subject, retention=None):
     )
 
 
-class FakePool:
-    """As much of vLLM's BlockPool as a lookup reads: presence by group and unit."""
-
-    def __init__(self, model, presence):
-        self.hash_block_size = model.hashed_step
-        self.null_block = object()
-        self.units = presence.units
-
-    def get_cached_block(self, block_hash, group_ids):
-        unit = int(block_hash)
-        return [object()] * len(group_ids) if all(unit in self.units[group] for group in group_ids) else None
+def fill(pool, units):
+    """Give vLLM's own BlockPool exactly the keys of these units, per group, all of one of its blocks."""
+    assert pool.reset_prefix_cache()
+    entries, block = pool.cached_block_hash_to_block, pool.blocks[1]
+    for group, present in enumerate(units):
+        for unit in present:
+            entries.insert(vllm().utils.make_block_hash_with_group_id(b"%d" % unit, group), block)
 
 
 def block_hashes(model, num_tokens):
@@ -139,10 +135,7 @@ def block_hashes(model, num_tokens):
 
 def gpu_hit_len(coordinator, model, presence, limit):
     """What the GPU's coordinator finds when its pool has exactly `presence`."""
-    pool = FakePool(model, presence)
-    coordinator.block_pool = pool
-    for manager in coordinator.single_type_managers:
-        manager.block_pool = pool
+    fill(coordinator.block_pool, presence.units)
     _, hit_len, _ = coordinator.find_longest_cache_hit(block_hashes(model, presence.num_tokens), limit)
     return hit_len
 
