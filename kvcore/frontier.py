@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvcore.group_runs import GroupRuns, common, minus, plus, singles
 from kvcore.hit import hit_len
-from kvcore.runs import normalize, single, subtract
+from kvcore.runs import normalize, subtract
 from kvcore.spec import ModelSpec
 from kvcore.tails import cover, tail_units
 from kvcore.types import Run, Runs
@@ -48,6 +48,7 @@ class Frontier:
     asked: GroupRuns = field(init=False)
     present: GroupRuns = field(init=False)
     rounds: int = field(init=False, default=0)
+    _nothing: GroupRuns = field(init=False)
     _units: ModelSpec = field(init=False)
     _closed: tuple[int, ...] = field(init=False)
     _others: tuple[int, ...] = field(init=False)
@@ -63,15 +64,15 @@ class Frontier:
     def __post_init__(self) -> None:
         self._units = self.model.in_units()
         groups = self._units.groups
-        self._closed = tuple([group for group, spec in enumerate(groups) if spec.prefix_closed])
-        self._others = tuple([group for group, spec in enumerate(groups) if not spec.prefix_closed])
+        self._closed, self._others = self.model.closed_groups, self.model.other_groups
         self._held = singles([spec.needed_blocks(self.local_hit_len) for spec in groups])
         self._known = self._held
-        nothing: GroupRuns = ((),) * (len(groups) + len(self.model.tail_groups))
+        nothing = self._nothing = ((),) * (len(groups) + len(self.model.tail_groups))
         self.question = self.asked = self.present = nothing
-        self._lost = (*map(subtract, self.denied, self._held), *self.denied[len(groups) :])
         self._asked_blocks = [self.local_hit_len // spec.block_size for spec in self.model.groups]
+        self._lost = nothing
         if any(self.denied):
+            self._lost = (*map(subtract, self.denied, self._held), *self.denied[len(groups) :])
             self.limit = self._undenied_len()
         self._batches = self._batch_ends() if self._closed else []
         self._tails_due = bool(self.model.tail_groups)
@@ -122,6 +123,8 @@ class Frontier:
         """Lengths up to which the prefix-closed groups are asked, in turn; the last one is the limit."""
         step = self.model.hit_step
         first = max(FIRST_BATCH_HITS * step, (self.limit - self.local_hit_len) // FIRST_BATCH_SHARE)
+        if self.local_hit_len + first >= self.limit:
+            return [self.limit]
         ends = [align_up(self.local_hit_len + batch, step) for batch in (first, 5 * first)]
         if self.limit - ends[0] <= LONG_BATCH_HITS * step:
             del ends[1]
@@ -129,34 +132,38 @@ class Frontier:
 
     def _prefix(self, length: int) -> GroupRuns:
         """What the prefix-closed groups need for a hit of `length` and were not asked for; whole blocks only."""
-        runs: dict[int, Runs] = {}
+        question = list(self._nothing)
         for group in self._closed:
             start = self._asked_blocks[group]
             end = (length + self._units.margins[group]) // self.model.groups[group].block_size
-            self._asked_blocks[group] = max(start, end)
-            runs[group] = single((start, end))
-        return self._question(runs)
+            if start < end:
+                self._asked_blocks[group] = end
+                question[group] = ((start, end),)
+        return tuple(question)
 
     def _guess(self) -> GroupRuns:
         """What the longest hit needs beside whole blocks."""
         whole = zip(self._units.margins, self.model.groups, strict=True)
         ends = (align_down(self.limit + margin, spec.block_size) for margin, spec in whole)
         tails = self._tails([max(self.local_hit_len, end) for end in ends])
-        return plus(tails, self._question({group: self._unknown(group, self.limit) for group in self._others}))
+        question = list(self._nothing)
+        for group in self._others:
+            question[group] = self._unknown(group, self.limit)
+        return plus(tails, tuple(question))
 
     def _tails(self, covered_lens: list[int]) -> GroupRuns:
         """The tails that reach beyond what whole blocks cover and were not asked for."""
-        runs: dict[int, Runs] = {}
+        question = list(self._nothing)
         for index, group in enumerate(self.model.tail_groups, start=len(self.model.groups)):
             proof_len = self.limit + self._units.margins[group]
             tails = tail_units(self.model, group, covered_lens[group], proof_len)
-            runs[index] = subtract(normalize((tails,)), self.asked[index])
-        return self._question(runs)
+            question[index] = subtract(normalize((tails,)), self.asked[index])
+        return tuple(question)
 
     def _tops(self) -> GroupRuns:
         """What the next longest hits need that nobody was asked for; nothing when one of them is proven."""
         if not self._others:
-            return self._question({})
+            return self._nothing
         wanted: list[list[Run]] = [[] for _ in self.asked]
         length = self._reach() if self._top is None else self._top
         self._top, left = None, self._num_tops
@@ -203,10 +210,10 @@ class Frontier:
 
     def _has_gap(self) -> bool:
         """Whether some prefix-closed group lacks a block of what was asked."""
-        return any(
-            self._covered_len(group) < self._asked_blocks[group] * self.model.groups[group].block_size
-            for group in self._closed
-        )
+        for group in self._closed:
+            if self._covered_len(group) < self._asked_blocks[group] * self.model.groups[group].block_size:
+                return True
+        return False
 
     def _reach(self) -> int:
         """The longest hit that the prefix-closed groups allow."""
@@ -230,6 +237,3 @@ class Frontier:
     def _unknown(self, group: int, length: int) -> Runs:
         """What a hit of `length` needs of the group and nobody is known to hold."""
         return subtract(normalize((self._proof(group, length),)), self._known[group])
-
-    def _question(self, runs: dict[int, Runs]) -> GroupRuns:
-        return tuple([runs.get(index, ()) for index in range(len(self.asked))])

@@ -38,9 +38,13 @@ def plus(left: GroupRuns, right: GroupRuns) -> GroupRuns:
     """Per group, blocks in either."""
     if not any(right):
         return left
+    if not any(left):
+        return right
     return _per_group(union, left, right)
 
 
 def _per_group(operation: Callable[[Runs, Runs], Runs], left: GroupRuns, right: GroupRuns) -> GroupRuns:
+    if len(left) == 1 == len(right):
+        return (operation(left[0], right[0]),)
     assert len(left) == len(right), (left, right)
     return tuple(map(operation, left, right))

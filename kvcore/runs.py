@@ -34,9 +34,10 @@ def from_blocks(blocks: Iterable[int]) -> Runs:
 
 def num_blocks(runs: Runs) -> int:
     """How many blocks the runs hold."""
-    if len(runs) == 1:
-        return runs[0][1] - runs[0][0]
-    return sum([end - start for start, end in runs])
+    total = 0
+    for start, end in runs:
+        total += end - start
+    return total
 
 
 def union(left: Runs, right: Runs) -> Runs:

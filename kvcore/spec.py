@@ -200,7 +200,14 @@ class ModelSpec:
     """`hit_unit`, resolved."""
     margins: tuple[int, ...] = field(init=False)
     """Per group, tokens beyond a hit that must be there as well: what EAGLE matches and drops."""
-
+    proof_margin: int = field(init=False)
+    """The largest of them."""
+    closed_groups: tuple[int, ...] = field(init=False)
+    """Groups that need all earlier blocks."""
+    other_groups: tuple[int, ...] = field(init=False)
+    """The rest."""
+    prefix_closed: bool = field(init=False)
+    """Whether every group needs all earlier blocks, so that an engine keeps all of a running request."""
     tail_groups: tuple[int, ...] = field(init=False)
     """Groups whose blocks a hit may split; see `kvcore.tails`."""
     kinds: tuple[Kind, ...] = field(init=False)
@@ -223,7 +230,11 @@ class ModelSpec:
         object.__setattr__(self, "alignment", alignment)
         object.__setattr__(self, "hashed_step", hashed_step)
         object.__setattr__(self, "hit_step", hit_step)
-        object.__setattr__(self, "margins", self._margins())
+        self._set_margins(self._margins())
+        closed = tuple(group for group, spec in enumerate(self.groups) if spec.prefix_closed)
+        object.__setattr__(self, "closed_groups", closed)
+        object.__setattr__(self, "other_groups", tuple(g for g in range(len(self.groups)) if g not in closed))
+        object.__setattr__(self, "prefix_closed", not self.other_groups)
         split = (g for g, spec in enumerate(self.groups) if spec.prefix_closed and spec.block_size > hit_step)
         object.__setattr__(self, "tail_groups", tuple(split) if hit_step < alignment else ())
         object.__setattr__(self, "kinds", self._kinds())
@@ -233,6 +244,10 @@ class ModelSpec:
         sizes = (min(g.block_size, self.hit_step) if not g.positional else g.block_size for g in self.groups)
         tails = (Kind(group, self.hit_step) for group in self.tail_groups)
         return (*(Kind(group, size) for group, size in enumerate(sizes)), *tails)
+
+    def _set_margins(self, margins: tuple[int, ...]) -> None:
+        object.__setattr__(self, "margins", margins)
+        object.__setattr__(self, "proof_margin", max(margins))
 
     def _margins(self) -> tuple[int, ...]:
         marked = {self.groups[group] for group in self.eagle_groups}
@@ -245,18 +260,13 @@ class ModelSpec:
         if not self.splits_blocks:
             return self
         units = ModelSpec(tuple(replace(group, block_size=self.hit_step) for group in self.groups))
-        object.__setattr__(units, "margins", self.margins)
+        units._set_margins(self.margins)
         return units
 
     @property
     def splits_blocks(self) -> bool:
         """Whether hits may end inside a block."""
         return self.hit_step < self.alignment
-
-    @property
-    def prefix_closed(self) -> bool:
-        """Whether every group needs all earlier blocks, so that an engine keeps all of a running request."""
-        return all(group.prefix_closed for group in self.groups)
 
     @property
     def loads_in_part(self) -> bool:
@@ -269,8 +279,8 @@ class ModelSpec:
 
     def limit(self, num_tokens: int) -> int:
         """Longest hit of a sequence of `num_tokens`: at least one token is computed, and every proof has its hash."""
-        hashed_len = align_down(num_tokens, self.hashed_step)
-        return align_down(max(0, min(num_tokens - 1, hashed_len - max(self.margins))), self.hit_step)
+        longest = min(num_tokens - 1, align_down(num_tokens, self.hashed_step) - self.proof_margin)
+        return align_down(longest, self.hit_step) if longest > 0 else 0
 
     def proof_blocks(self, group: int, hit_len: int) -> Run:
         """Blocks of the group that must be present for a hit of `hit_len`: the needed ones, and EAGLE's next piece."""

@@ -32,13 +32,20 @@ class Phase(IntEnum):
     """Engines decide their next step: in order of instances."""
 
 
-class Alarm:
+_EVENT = EventPriority(Phase.EVENT)
+
+
+class Alarm(simpy.Event):
     """A scheduled action that can be called off."""
 
-    __slots__ = ("_clock", "action", "at_ps")
+    __slots__ = ("action", "at_ps", "clock")
 
     def __init__(self, clock: "Clock", at_ps: int, action: Action) -> None:
-        self._clock = clock
+        # What `simpy.Event` and its `succeed` would set: the queue only needs an event that has happened.
+        self.callbacks = _RING
+        self._ok = True
+        self._value = None
+        self.clock = clock
         self.at_ps = at_ps
         self.action: Action | None = action
 
@@ -46,10 +53,16 @@ class Alarm:
         """Forget the action; the alarm then rings unheard."""
         self.action = None
 
-    def _ring(self, _event: simpy.Event) -> None:
-        self._clock.now_ps = self.at_ps
-        if self.action is not None:
-            self.action()
+
+def _ring(alarm: simpy.Event) -> None:
+    assert isinstance(alarm, Alarm)
+    alarm.clock.now_ps = alarm.at_ps
+    if alarm.action is not None:
+        alarm.action()
+
+
+_RING: list[Callable[[simpy.Event], None]] = [_ring]
+"""The callbacks of every alarm; SimPy takes the list from an event and leaves it as it is."""
 
 
 class Clock:
@@ -68,27 +81,28 @@ class Clock:
         """Current time for kvcore, rounded down."""
         return self.now_ps // PS_PER_NS
 
+    @property
+    def has_more_now(self) -> bool:
+        """Whether something else is set for this instant."""
+        return self._env.peek() <= self.now_ps
+
     def at(self, at_ps: int, action: Action) -> Alarm:
         """Run `action` at `at_ps`, which must not lie in the past."""
-        return self._set(at_ps, action, Phase.EVENT)
+        return self._set(at_ps, action, _EVENT)
 
     def at_phase(self, at_ps: int, phase: Phase, instance: int, action: Action) -> Alarm:
         """Run an instance's `action` in a phase of `at_ps`."""
-        return self._set(at_ps, action, phase << 32 | instance)
+        return self._set(at_ps, action, EventPriority(phase << 32 | instance))
 
     def after(self, delay_ps: int, action: Action) -> Alarm:
         """Run `action` in `delay_ps` >= 0."""
-        return self._set(self.now_ps + delay_ps, action, Phase.EVENT)
+        return self._set(self.now_ps + delay_ps, action, _EVENT)
 
-    def _set(self, at_ps: int, action: Action, priority: int) -> Alarm:
+    def _set(self, at_ps: int, action: Action, priority: EventPriority) -> Alarm:
         delay_ps = at_ps - self.now_ps
         assert delay_ps >= 0, (at_ps, self.now_ps)
         alarm = Alarm(self, at_ps, action)
-        event = simpy.Event(self._env)
-        event._ok = True
-        event._value = None
-        event.callbacks = [alarm._ring]
-        self._env.schedule(event, EventPriority(priority), delay_ps)
+        self._env.schedule(alarm, priority, delay_ps)
         self.num_events += 1
         return alarm
 

@@ -1,17 +1,18 @@
 """Blocks of the simulated pool in run form: who is where under which lease, and in which order they may be evicted."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import groupby, pairwise
-from operator import attrgetter
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from kvcore.hints import Pin
-from kvcore.runs import normalize
 from kvcore.types import GroupId, Runs, Segments, StreamId
 
 Lineage: TypeAlias = tuple[GroupId, StreamId]
+
+Piece: TypeAlias = tuple[Lineage, int, int]
+"""Blocks [start, end) of a sequence, which one lineage names."""
 
 
 class Mark(NamedTuple):
@@ -37,10 +38,6 @@ class Extent(NamedTuple):
     grant: int
     mark: Mark | None = None
 
-
-_START = attrgetter("start")
-_END = attrgetter("end")
-_MARK = attrgetter("mark")
 
 EvictionKey: TypeAlias = tuple[int, int, int, int, Lineage]
 """(lease_ns, grant, -end, start, lineage) of an extent: the smallest one goes first, from its end."""
@@ -138,16 +135,20 @@ class Extents:
 
     def _is_live(self, key: EvictionKey, rank: Rank) -> bool:
         lease_ns, grant, negative_end, start, lineage = key
-        found = self.overlapping(lineage, start, start + 1)
-        return (
-            bool(found) and found[0][:4] == (start, -negative_end, lease_ns, grant) and rank_of(found[0].mark) == rank
-        )
+        extents = self._of.get(lineage, ())
+        index = bisect_left(extents, (start,))
+        if index == len(extents) or extents[index][:4] != (start, -negative_end, lease_ns, grant):
+            return False
+        return rank_of(extents[index].mark) == rank
 
     def _enqueue(self, lineage: Lineage, extent: Extent) -> None:
         rank = rank_of(extent.mark)
         if rank is None:
             return
-        heappush(self._queues.setdefault(rank, []), _eviction_key(lineage, extent))
+        queue = self._queues.get(rank)
+        if queue is None:
+            queue = self._queues[rank] = []
+        heappush(queue, _eviction_key(lineage, extent))
         self._num_queued += 1
         if self._num_queued > 4 * self._num_extents + 64:
             self._rebuild()
@@ -170,13 +171,17 @@ def rank_of(mark: Mark | None) -> Rank | None:
     return None if mark.pin is Pin.HARD else (mark.pin, mark.priority)
 
 
-def by_mark(extents: list[Extent]) -> Iterator[tuple[Mark | None, Runs]]:
-    """What the extents cover, merged where they touch and have one mark."""
-    for mark, alike in groupby(extents, _MARK):
-        yield mark, normalize((extent.start, extent.end) for extent in alike)
+def merged(extents: list[Extent]) -> list[tuple[int, int, Mark | None]]:
+    """(start, end, mark) of what the extents cover, in one where they touch and have one mark."""
+    parts: list[tuple[int, int, Mark | None]] = []
+    for start, end, _, _, mark in extents:
+        if parts and parts[-1][1:] == (start, mark):
+            start = parts.pop()[0]
+        parts.append((start, end, mark))
+    return parts
 
 
-def pieces(group: GroupId, segments: Segments, runs: Runs) -> Iterator[tuple[Lineage, int, int]]:
+def pieces(group: GroupId, segments: Segments, runs: Runs) -> Iterator[Piece]:
     """`runs` cut at segment borders, each part with the lineage that names it."""
     i = 0
     for start, end in runs:
@@ -201,5 +206,6 @@ def _eviction_key(lineage: Lineage, extent: Extent) -> EvictionKey:
 
 def _overlap(extents: list[Extent], start: int, end: int) -> tuple[int, int]:
     """Indices [first, last) of the extents that hold a block of [start, end)."""
-    first = bisect_right(extents, start, key=_END)
-    return first, bisect_left(extents, end, lo=first, key=_START)
+    first = bisect_left(extents, (start,))
+    last = bisect_left(extents, (end,), first)
+    return first - (first > 0 and extents[first - 1].end > start), last

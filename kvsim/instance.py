@@ -111,6 +111,13 @@ class Instance:
             self._will_schedule = True
             self._clock.at_phase(self._clock.now_ps, Phase.SCHEDULE, self.index, self._begin_step)
 
+    def _schedule_now(self) -> None:
+        """The last thing this engine does in its phase: decide at once where nothing else happens at this instant."""
+        if self._will_schedule or self._clock.has_more_now:
+            self._set_schedule()
+        else:
+            self._begin_step()
+
     def _begin_step(self) -> None:
         """Take what was posted, then decide."""
         assert not self._step.scheduled, "a step runs already"
@@ -157,7 +164,7 @@ class Instance:
         if self._releases:
             self._take_releases(self._jump.end_of_step(num_steps - 1))
         for sequence, before, num_new in self._step.scheduled:
-            if not sequence.num_output and before + num_new == sequence.input_len:
+            if before + num_new == sequence.input_len and not sequence.num_output:
                 self._log.add(self._clock.now_ps, Kind.FIRST_TOKEN, sequence.index)
         finished = self.scheduler.complete(self._step, num_steps, self._clock.now_ns)
         if self.client is not None:
@@ -166,7 +173,7 @@ class Instance:
             self._log.add(self._clock.now_ps, Kind.FINISHED, sequence.index, sequence.num_output, self.index)
             self._on_finished(sequence)
         self._step = Step()
-        self._set_schedule()
+        self._schedule_now()
 
     def _take_releases(self, last_step_ps: int) -> None:
         """Those of earlier steps before the last one ends, as if it had been a step of its own; the rest after it."""

@@ -143,7 +143,7 @@ class PoolClient:
 
     def _per_group(self, call: StoreCall, sequence: Sequence, blocks: GroupRuns) -> GroupRuns:
         now_ns = self._clock.now_ns
-        return tuple(call(GroupId(group), sequence.segments, runs, now_ns) for group, runs in enumerate(blocks))
+        return tuple([call(GroupId(group), sequence.segments, runs, now_ns) for group, runs in enumerate(blocks)])
 
 
 def _nothing() -> None:

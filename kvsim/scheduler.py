@@ -127,7 +127,7 @@ class Scheduler:
         step = Step()
         self._in_vain.clear()
         budget = self._schedule_running(step)
-        if not step.preempted:
+        if not step.preempted and self.has_waiting:
             self._schedule_waiting(step, budget)
         step.admitted, self._admitted = self._admitted, []
         return step

@@ -20,7 +20,7 @@ Other differences: the master's eviction thread looks every 10 ms, here it acts 
 space when it is complete, not when it starts (a writer calls `put` when its bytes have arrived).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -30,7 +30,7 @@ from kvcore import runs as runs_of
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.types import GroupId, Run, Runs, Segments
 from kvcore.units import NS_PER_S
-from kvsim.extents import Extent, Extents, Lineage, Mark, by_mark, pieces
+from kvsim.extents import Extent, Extents, Lineage, Mark, Piece, merged, pieces
 
 DEFAULT_SOFT_PIN_TTL_NS = 1_800 * NS_PER_S
 """`default_kv_soft_pin_ttl` of the master."""
@@ -132,14 +132,16 @@ class MooncakePool:
         Blocks that are here already stay as they are, pinned or not.
         """
         self._tick(now_ns)
-        absent = runs_of.subtract(runs, self._found(group, segments, runs))
+        absent = list(self._absent(group, segments, runs))
+        num_absent = sum([end - start for _, start, end in absent])
         size_bytes = self._block_bytes[group]
-        num_absent = runs_of.num_blocks(absent)
         while self._free_bytes() < num_absent * size_bytes and self._evict():
             pass
-        accepted, rejected = _split(absent, self._free_bytes() // size_bytes)
-        self._insert(group, segments, accepted, self._mark(hints))
-        self.counters.rejected += runs_of.num_blocks(rejected)
+        rejected: Runs = ()
+        if self._free_bytes() < num_absent * size_bytes:
+            absent, rejected = _split(absent, self._free_bytes() // size_bytes)
+            self.counters.rejected += runs_of.num_blocks(rejected)
+        self._insert(absent, self._mark(hints))
         # This ends at or below the watermark, whatever is leased: at worst what was just put goes again, unless pinned.
         while self.used_bytes > self._watermark_bytes and self._evict():
             pass
@@ -189,27 +191,33 @@ class MooncakePool:
         ]
         return runs_of.normalize(found)
 
+    def _absent(self, group: GroupId, segments: Segments, runs: Runs) -> Iterator[Piece]:
+        """The parts of `runs` that are not here, in the order of the sequence."""
+        for lineage, start, end in pieces(group, segments, runs):
+            for extent in self._extents.overlapping(lineage, start, end):
+                if start < extent.start:
+                    yield lineage, start, extent.start
+                start = extent.end
+            if start < end:
+                yield lineage, start, end
+
     def _grant_found(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
         """The blocks of `runs` that are here, each piece of a lineage merged into one extent with the new lease."""
+        lease_ns = self._now_ns + self._lease_ttl_ns
         found: list[Run] = []
         for lineage, start, end in pieces(group, segments, runs):
-            for mark, present in by_mark(self._extents.cut(lineage, start, end)):
-                self._grant(lineage, present, self._now_ns + self._lease_ttl_ns, mark)
-                found.extend(present)
+            for first, last, mark in merged(self._extents.cut(lineage, start, end)):
+                self._extents.add(lineage, Extent(first, last, lease_ns, self._grants, mark))
+                found.append((first, last))
         return runs_of.normalize(found)
 
-    def _insert(self, group: GroupId, segments: Segments, absent: Runs, mark: Mark | None) -> None:
-        for lineage, start, end in pieces(group, segments, absent):
-            self._grant(lineage, ((start, end),), self._now_ns, mark)
+    def _insert(self, absent: Sequence[Piece], mark: Mark | None) -> None:
+        for lineage, start, end in absent:
+            self._extents.add(lineage, Extent(start, end, self._now_ns, self._grants, mark))
             if mark is not None and mark.pin is not Pin.NONE:
                 self._note_pin(lineage, mark)
             self._account(lineage, end - start)
             self.counters.put += end - start
-
-    def _grant(self, lineage: Lineage, runs: Runs, lease_ns: int, mark: Mark | None) -> None:
-        """Add extents for `runs`, which hold nothing now, under this call's grant."""
-        for start, end in runs:
-            self._extents.add(lineage, Extent(start, end, lease_ns, self._grants, mark))
 
     def _account(self, lineage: Lineage, num_objects: int) -> None:
         self.num_objects += num_objects
@@ -276,11 +284,14 @@ def _ceil_share(num_objects: int, share: Fraction) -> int:
     return min(num_objects, -(-num_objects * share.numerator // share.denominator))
 
 
-def _split(runs: Runs, num_blocks: int) -> tuple[Runs, Runs]:
-    """The first `num_blocks` blocks of `runs`, and the rest."""
-    for start, end in runs:
-        if num_blocks <= end - start:
-            head = runs_of.intersect(runs, runs_of.normalize([(0, start + num_blocks)]))
-            return head, runs_of.subtract(runs, head)
-        num_blocks -= end - start
-    return runs, ()
+def _split(absent: Sequence[Piece], num_blocks: int) -> tuple[list[Piece], Runs]:
+    """The first `num_blocks` blocks, and the runs of the rest."""
+    head: list[Piece] = []
+    rest: list[Run] = []
+    for lineage, start, end in absent:
+        cut = min(end, start + num_blocks)
+        num_blocks -= cut - start
+        if start < cut:
+            head.append((lineage, start, cut))
+        rest.append((cut, end))
+    return head, runs_of.normalize(rest)
