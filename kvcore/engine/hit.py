@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import itemgetter
+from typing import NamedTuple
 
 from kvcore.engine.masks import lookup_runs
 from kvcore.engine.model import EngineModel, MergedGroup, window_blocks
@@ -34,14 +35,26 @@ class _Keys:
         return min(self.group.spec.block_size, self.step) if self.group.peeks else 0
 
 
+class Found(NamedTuple):
+    """What a lookup finds, in tokens."""
+
+    hit_len: int
+    junction: int | None
+    """Longest length that some group allowed on the way to a shorter hit: there another sequence left this one's
+    prefix, and sparse groups keep what a hit there needs. None: the hit is as long."""
+
+
 def hit_len(
-    engine: EngineModel,
-    present: Sequence[Runs],
-    limit: int,
-    hashed_len: int,
-    tails: Sequence[Tails] = (),
+    engine: EngineModel, present: Sequence[Runs], limit: int, hashed_len: int, tails: Sequence[Tails] = ()
 ) -> int:
-    """Tokens that the engine takes as computed, at most `limit`.
+    """Tokens that the engine takes as computed; see `find`."""
+    return find(engine, present, limit, hashed_len, tails).hit_len
+
+
+def find(
+    engine: EngineModel, present: Sequence[Runs], limit: int, hashed_len: int, tails: Sequence[Tails] = ()
+) -> Found:
+    """Tokens that the engine takes as computed, at most `limit`, and the junction.
 
     `present` holds, per group of the model, the full blocks that have a key; `tails`, where hits end inside blocks,
     the keys of blocks that are not full. `hashed_len`: tokens of the sequence that have a block hash.
@@ -50,8 +63,8 @@ def hit_len(
     require(align_down(limit, unit) <= hashed_len, "limit", limit, f"less than {hashed_len + unit}: no hash beyond")
     found = tuple(_keys(engine, group, present, tails) for group in engine.merged)
     if engine.alone:
-        return _group_hit_len(found[0], limit, found[0].margin)
-    return _agreed_len(engine, found, limit, hashed_len)
+        return Found(_group_hit_len(found[0], limit, found[0].margin), None)
+    return _agreed(engine, found, limit, hashed_len)
 
 
 def pool_hit_len(
@@ -90,7 +103,7 @@ def _keys(engine: EngineModel, group: MergedGroup, present: Sequence[Runs], tail
     return _Keys(group, engine.model.hit_step, blocks, tuple(sorted(shared)))
 
 
-def _agreed_len(engine: EngineModel, found: tuple[_Keys, ...], limit: int, hashed_len: int) -> int:
+def _agreed(engine: EngineModel, found: tuple[_Keys, ...], limit: int, hashed_len: int) -> Found:
     """Each group lowers the candidate of the one before, until a round lowers nothing.
 
     A draft group's peek is paid for once: in later rounds it counts as proven, until a lookup without a peek lowers
@@ -98,7 +111,7 @@ def _agreed_len(engine: EngineModel, found: tuple[_Keys, ...], limit: int, hashe
     """
     trimmed: dict[int, int] = {}
     proven: set[int] = set()
-    candidate = limit
+    candidate, longest = limit, 0
     while True:
         length = candidate
         for index, keys in enumerate(found):
@@ -113,13 +126,12 @@ def _agreed_len(engine: EngineModel, found: tuple[_Keys, ...], limit: int, hashe
             elif allowed < length:
                 proven.clear()
             length = allowed
+            longest = max(longest, length)
             if keys.group.reads_all:
                 trimmed[index] = allowed
-        if length >= candidate:
-            return candidate
-        candidate = length
-        if engine.one_pass:
-            return candidate
+        lowered, candidate = length < candidate, min(length, candidate)
+        if not lowered or engine.one_pass:
+            return Found(candidate, longest if longest > candidate else None)
 
 
 def _group_hit_len(keys: _Keys, top: int, margin: int) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvcore.engine import cached, masks, states
+from kvcore.engine import cached, hit, masks, states
 from kvcore.engine.cached import CachedSequence
-from kvcore.engine.hit import hit_len
+from kvcore.engine.hit import Found, find
 from kvcore.engine.masks import cached_len
 from kvcore.engine.model import EngineModel, Side
 from kvcore.engine.writer import Admission, Step, Writer
@@ -80,10 +80,10 @@ class Chain:
                 units[group].add(index)
         return presence_of(self.model, prompt.num_tokens, units)
 
-    def hit_len(self, prompt, num_tokens):
+    def find(self, prompt, num_tokens):
         found = self.present(prompt)
         hashed_len = align_down(num_tokens, self.model.hashed_step)
-        return hit_len(self.cache.writer.engine, found.blocks, num_tokens - 1, hashed_len, found.tails)
+        return find(self.cache.writer.engine, found.blocks, num_tokens - 1, hashed_len, found.tails)
 
     def next_prompt(self):
         """The same again, a longer one, one that leaves another one's prefix, or another one."""
@@ -100,7 +100,7 @@ class Chain:
         return Prompt(stream, shared_len + rng.randint(1, 2 * self.model.alignment), base, min(shared_len, limit))
 
     def admit(self):
-        """(its sequence, hits, first step's hit) of a new sequence or of a preempted one."""
+        """A new sequence or a preempted one: it, (ours, vLLM's) lookup, the hit of its first step, what it loads."""
         preempted = [running for running in self.running if self.rng.random() < 0.2]
         if preempted:
             running = preempted[0]
@@ -109,14 +109,14 @@ class Chain:
         else:
             prompt = self.next_prompt()
             request = self.cache.request(prompt, f"{len(self.all)}")
-        blocks, theirs, junction = self.cache.find(request)
-        ours = self.hit_len(prompt, request.num_tokens)
-        loaded_len = self.loaded_len(request.num_tokens - theirs)
-        admission = Admission(prompt.num_tokens, theirs, loaded_len, junction)
+        blocks, *theirs = self.cache.find(request)
+        ours = self.find(prompt, request.num_tokens)
+        loaded_len = self.loaded_len(request.num_tokens - ours.hit_len)
+        admission = Admission(prompt.num_tokens, ours.hit_len, loaded_len, ours.junction)
         running = Running(prompt, request, CachedSequence(self.cache.writer, admission))
         self.running.append(running)
         self.all.append((prompt, prompt.num_tokens))
-        return running, (ours, theirs), (blocks, theirs), loaded_len
+        return running, (ours, Found(*theirs)), (blocks, ours.hit_len), loaded_len
 
     def loaded_len(self, rest):
         return self.rng.randint(0, (rest - 1) // self.model.hit_step) * self.model.hit_step * (self.rng.random() < 0.15)
@@ -170,13 +170,13 @@ def num_blocks(subject):
 def chain_answers(rng, cache):
     chain = Chain(rng, cache)
     for _ in range(SEQUENCES):
-        running, (ours, theirs), hit, loaded_len = chain.admit()
+        running, (ours, theirs), first_hit, loaded_len = chain.admit()
         case = (cache.subject.model, cache.writer, [running.prompt for running in chain.running])
         yield ("hit", case), ours, theirs
         first = True
-        for step in chain.steps(running, theirs + loaded_len):
+        for step in chain.steps(running, ours.hit_len + loaded_len):
             running.ours.compute(step)
-            cache.compute(running.request, step, rng.choice((0, 1)), *((hit, loaded_len) if first else ()))
+            cache.compute(running.request, step, rng.choice((0, 1)), *((first_hit, loaded_len) if first else ()))
             first = False
             yield ("keys", step, case), chain.keys(), cache.keys()
         if rng.random() < 0.5:
@@ -193,7 +193,7 @@ def test_keys_and_hits_equal_vllm_s():
         assert ours == theirs, case
         if case[0] == "hit":
             num_sequences += 1
-            hits.add(min(ours, 200))
+            hits.add(min(ours.hit_len, 200))
         else:
             seen.add(frozenset(ours))
     assert num_sequences >= 20_000
@@ -250,6 +250,7 @@ WRONG = {
         "kept_boundaries",
         lambda engine, group, num_prompt, _: BOUNDARIES(engine, group, num_prompt, None),
     ),
+    "no junction is noticed": (hit, "Found", lambda hit_len, junction: Found(hit_len, None)),
     "a prompt without a draft head": (EngineModel, "has_drafts", False),
 }
 

@@ -9,7 +9,7 @@ from kvcore.engine import hit
 from kvcore.engine.hit import hit_len, pool_hit_len
 from kvcore.engine.model import EngineModel, MergedGroup, Side, window_blocks
 from tests.differential.random_models import random_presence, subjects
-from tests.differential.test_no_other_difference import agreed_len_proven_again, window_hit_len_dropped_once
+from tests.differential.test_no_other_difference import agreed_proven_again, window_hit_len_dropped_once
 from tests.differential.vllm_models import (
     connector_lookup,
     engine_of,
@@ -101,7 +101,7 @@ WRONG = {
     "no partial tails": (hit, "_last_tail", lambda keys, top: 0),
     "one pass for all": (EngineModel, "one_pass", True),
     "a peek past the limit for a single group too": (EngineModel, "alone", False),
-    "a proof for every candidate": (hit, "_agreed_len", agreed_len_proven_again),
+    "a proof for every candidate": (hit, "_agreed", agreed_proven_again),
     "a short chain dropped once": (hit, "_window_hit_len", window_hit_len_dropped_once),
     "recurrent groups peek": (MergedGroup, "peeks", property(lambda group: group.drafts)),
 }

@@ -36,7 +36,7 @@ def window_hit_len_dropped_once(spec, keys, top, margin):
     return 0
 
 
-def agreed_len_proven_again(engine, found, limit, hashed_len):
+def agreed_proven_again(engine, found, limit, hashed_len):
     """Every draft group proves every candidate."""
     length, before = limit, None
     while length != before:
@@ -44,10 +44,10 @@ def agreed_len_proven_again(engine, found, limit, hashed_len):
         for keys in found:
             top = min(length + keys.margin, hashed_len) if keys.margin else length
             length = engine_hits._group_hit_len(keys, top, keys.margin)
-    return length
+    return engine_hits.Found(length, None)
 
 
-REPAIRS = {"_window_hit_len": window_hit_len_dropped_once, "_agreed_len": agreed_len_proven_again}
+REPAIRS = {"_window_hit_len": window_hit_len_dropped_once, "_agreed": agreed_proven_again}
 
 
 def both_hits(side, num_models):
