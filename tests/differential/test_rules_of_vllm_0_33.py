@@ -1,8 +1,8 @@
 """The named rules that are new in vLLM 0.33, whichever vLLM is installed.
 
 All tests of this folder compare with the installed vLLM under its own rules, so with 0.33 installed they prove these.
-With 0.32 the one change of the connector is made to it here: its specs with a window that covers what is retained. The
-table below holds answers of 0.33.
+With 0.32 the changes are made to it here: the connector's specs get a window that covers what is retained, and draft
+groups keep what a hit one block below a junction needs. The table below holds answers of 0.33.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ import pytest
 from kvcore.engine.masks import load_mask, lookup_mask, store_mask, store_runs
 from kvcore.engine.model import VLLM_0_32, VLLM_0_33, EngineModel, Side
 from kvcore.spec import FullAttention, ModelSpec, SlidingWindow
-from tests.differential import random_models, test_hit_vllm, test_masks_vllm, vllm_models
+from tests.differential import random_models, test_cached_vllm, test_hit_vllm, test_masks_vllm, vllm_models
 
 RETAINING = ModelSpec((FullAttention(16), SlidingWindow(4, window=5, extra_retained_tokens=4)))
 
@@ -82,3 +82,31 @@ def test_the_installed_vllm_keeps_what_its_rules_say():
     (kept,) = test_masks_vllm.vllm_keeps(coordinator, pool, [0], 48, 0, 9, 24).values()
     runs = KEPT[vllm_models.installed_rules()]
     assert kept == ((0, 12), test_masks_vllm.as_mask(runs, (0, 12)))
+
+
+@pytest.fixture
+def cache_of_0_33(monkeypatch):
+    """The installed managers, with the change of 0.33 unless they have it; ours under the rules of 0.33."""
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+    cache_blocks = SingleTypeKVCacheManager.cache_blocks
+
+    def covering(manager, request, num_tokens, retention_interval=None, *, replay_boundaries):
+        if manager.use_eagle and request.shared_prefix_boundary:
+            replay_boundaries = (*replay_boundaries, request.shared_prefix_boundary - manager.block_size)
+        cache_blocks(manager, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+
+    monkeypatch.setattr(SingleTypeKVCacheManager, "cache_blocks", covering)
+    monkeypatch.setattr(vllm_models, "installed_rules", lambda: VLLM_0_33)
+
+
+@pytest.mark.engine
+def test_what_enters_the_gpu_s_cache_equals_the_managers(cache_of_0_33):
+    for case, ours, theirs in test_cached_vllm.answers(500, seed=33):
+        assert ours == theirs, case
+
+
+@pytest.mark.engine
+def test_control_junctions_of_0_32_do_not(cache_of_0_33, monkeypatch):
+    monkeypatch.setattr(vllm_models, "installed_rules", lambda: VLLM_0_32)
+    assert any(ours != theirs for _, ours, theirs in test_cached_vllm.answers(500, seed=33))
