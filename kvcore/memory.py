@@ -1,75 +1,214 @@
-"""What was learnt about blocks lately, by content: bounded, and forgotten after a while."""
+"""What was learnt about blocks lately, by content: bounded, and forgotten after a while.
 
+What is remembered is kept in runs, whatever the names are: one per block in an engine, one per lineage in a simulator.
+Positions are divided into cells, so that a run is found without going through all others or through all its blocks:
+
+    position  0            256           512           768
+    cell      |     0      |      1      |      2      |
+    noted     |     [======)[============)[===)        |      three runs, each within a cell
+
+Names are chained, so sequences that share a block share the first block of its cell: runs are filed under that name,
+then under where and with which name they begin. Runs have no block in common, so at most one begins with a given name.
+"""
+
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvcore.errors import require
 from kvcore.group_runs import GroupRuns
-from kvcore.runs import from_blocks
+from kvcore.runs import normalize
+from kvcore.types import Run
+from kvcore.units import div_ceil
 
-NameOf: TypeAlias = Callable[[int, int], Hashable]
-"""(index in `GroupRuns`, position in the sequence) -> what names that block's content."""
+NamesOf: TypeAlias = Callable[[int, Run], Sequence[Hashable]]
+"""(index in `GroupRuns`, run) -> what names the content of each of its blocks: the names of one sequence.
+
+They are chained, as hashes of blocks are: sequences that agree at a block of an index agree at all before it. They are
+asked for from the first block of a cell on, and kept while the blocks are remembered.
+"""
+
+CELL_BLOCKS = 256
+
+_Key: TypeAlias = tuple[int, int, Hashable]
+"""(index, number of the cell, name of its first block)."""
+
+
+class _View(NamedTuple):
+    """One sequence's blocks of a cell: `names` are those of [first, end), and [start, end) is what it is about."""
+
+    key: _Key
+    first: int
+    start: int
+    end: int
+    names: Sequence[Hashable]
+
+
+@dataclass(slots=True, eq=False)
+class _Note:
+    """What was noted at one time and not since, by index and start."""
+
+    noted_ns: int
+    stretches: "dict[tuple[int, int], _Stretch]" = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Stretch:
+    """Remembered blocks [start, end) of one cell, and their names."""
+
+    key: _Key
+    start: int
+    end: int
+    names: Sequence[Hashable]
+    note: _Note
+
+    def shared_end(self, view: _View) -> int:
+        """Up to where a sequence that has the first block has the others."""
+        end = self.end if self.end < view.end else view.end
+        if view.names[end - 1 - view.first] == self.names[end - 1 - self.start]:
+            return end
+        blocks = range(self.start, end)
+        return blocks[bisect_left(blocks, True, key=lambda b: view.names[b - view.first] != self.names[b - self.start])]
+
+
+_Part: TypeAlias = tuple[_Stretch, int, int]
+"""Blocks [start, end) of a stretch."""
 
 
 @dataclass(slots=True)
 class BlockMemory:
-    """Names of at most `capacity_blocks`, each for `ttl_ns` after it was last noted; the oldest is forgotten first."""
+    """Names of at most `capacity_blocks`, each for `ttl_ns` after it was last noted; the oldest is forgotten first.
+
+    Of those noted at once the first is the oldest. A question costs time for each cell of its runs, or for each that
+    the memory has anything in, whichever are fewer; and for each run that is remembered in those.
+    """
 
     capacity_blocks: int
     ttl_ns: int
-    _noted_ns: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)  # oldest first, in constant time
+    _num_blocks: int = 0
+    _cells: dict[_Key, dict[int, dict[Hashable, _Stretch]]] = field(default_factory=dict)
+    _notes: OrderedDict[_Note, None] = field(default_factory=OrderedDict)  # oldest first, in constant time
 
     def __post_init__(self) -> None:
         require(self.capacity_blocks > 0, "capacity_blocks", self.capacity_blocks, "at least 1")
         require(self.ttl_ns > 0, "ttl_ns", self.ttl_ns, "more than 0")
 
     def __len__(self) -> int:
-        return len(self._noted_ns)
+        return self._num_blocks
 
-    def note(self, blocks: GroupRuns, name_of: NameOf, now_ns: int) -> None:
+    def note(self, blocks: GroupRuns, names_of: NamesOf, now_ns: int) -> None:
         """Remember the blocks from now on."""
-        for _, _, name in _named(blocks, name_of):
-            self._noted_ns[name] = now_ns
-            self._noted_ns.move_to_end(name)
-        while len(self._noted_ns) > self.capacity_blocks:
-            self._noted_ns.popitem(last=False)
+        if not any(blocks):
+            return
+        note = _Note(now_ns)
+        for index, run in _each(blocks):
+            for view in _views(index, run, _cells_of(run), names_of):
+                self._cut(self._parts(view))
+                self._file(_Stretch(view.key, view.start, view.end, view.names[view.start - view.first :], note))
+        self._notes[note] = None
+        while self._num_blocks > self.capacity_blocks:
+            self._drop(self._num_blocks - self.capacity_blocks)
 
-    def forget(self, blocks: GroupRuns, name_of: NameOf) -> None:
+    def forget(self, blocks: GroupRuns, names_of: NamesOf) -> None:
         """The blocks mean nothing any more; unknown ones are ignored."""
-        if self._noted_ns:
-            for _, _, name in _named(blocks, name_of):
-                self._noted_ns.pop(name, None)
+        for index, run in _each(blocks):
+            self._cut(self._shared(index, run, names_of))
 
-    def known(self, blocks: GroupRuns, name_of: NameOf, now_ns: int) -> GroupRuns:
+    def known(self, blocks: GroupRuns, names_of: NamesOf, now_ns: int) -> GroupRuns:
         """Those of the blocks that are remembered. Costs nothing while nothing is."""
         self._expire(now_ns)
-        found: list[list[int]] = [[] for _ in blocks]
-        if self._noted_ns:
-            for index, block, name in _named(blocks, name_of):
-                if name in self._noted_ns:
-                    found[index].append(block)
-        return tuple(from_blocks(known) for known in found)
+        if not self._cells:
+            return ((),) * len(blocks)
+        return tuple(
+            normalize((start, end) for run in runs for _, start, end in self._shared(index, run, names_of))
+            for index, runs in enumerate(blocks)
+        )
 
     def clear(self) -> None:
         """Forget everything."""
-        self._noted_ns.clear()
+        self._num_blocks = 0
+        self._cells.clear()
+        self._notes.clear()
+
+    # -- finding --------------------------------------------------------------------------------------------------
+
+    def _shared(self, index: int, run: Run, names_of: NamesOf) -> Iterator[_Part]:
+        """What is remembered of the run."""
+        cells: Collection[int] = _cells_of(run)
+        if len(self._cells) < len(cells):
+            cells = {cell for known_index, cell, _ in self._cells if known_index == index and cell in cells}
+        for view in _views(index, run, cells, names_of):
+            yield from self._parts(view)
+
+    def _parts(self, view: _View) -> Iterator[_Part]:
+        for start, called in self._cells.get(view.key, {}).items():
+            stretch = called.get(view.names[start - view.first]) if start < view.end else None
+            if stretch is not None and view.start < stretch.end:
+                end = stretch.shared_end(view)
+                if view.start < end:
+                    yield stretch, max(start, view.start), end
+
+    # -- changing -------------------------------------------------------------------------------------------------
+
+    def _cut(self, parts: Iterable[_Part]) -> None:
+        """Forget the parts; what is left of their stretches is as old as before."""
+        for stretch, start, end in list(parts):
+            self._unfile(stretch)
+            for left_start, left_end in ((stretch.start, start), (end, stretch.end)):
+                if left_start < left_end:
+                    names = stretch.names[left_start - stretch.start : left_end - stretch.start]
+                    self._file(_Stretch(stretch.key, left_start, left_end, names, stretch.note))
+            if not stretch.note.stretches:
+                del self._notes[stretch.note]
+
+    def _file(self, stretch: _Stretch) -> None:
+        self._cells.setdefault(stretch.key, {}).setdefault(stretch.start, {})[stretch.names[0]] = stretch
+        stretch.note.stretches[stretch.key[0], stretch.start] = stretch
+        self._num_blocks += stretch.end - stretch.start
+
+    def _unfile(self, stretch: _Stretch) -> None:
+        starts = self._cells[stretch.key]
+        called = starts[stretch.start]
+        del called[stretch.names[0]]
+        if not called:
+            del starts[stretch.start]
+        if not starts:
+            del self._cells[stretch.key]
+        del stretch.note.stretches[stretch.key[0], stretch.start]
+        self._num_blocks -= stretch.end - stretch.start
+
+    def _drop(self, num_blocks: int) -> None:
+        """Forget the oldest blocks, at most so many."""
+        stretches = next(iter(self._notes)).stretches
+        oldest = stretches[min(stretches)]
+        self._cut([(oldest, oldest.start, min(oldest.end, oldest.start + num_blocks))])
 
     def _expire(self, now_ns: int) -> None:
-        """Names are in the order they were last noted."""
-        while self._noted_ns:
-            oldest, noted_ns = next(iter(self._noted_ns.items()))
-            if now_ns - noted_ns < self.ttl_ns:
+        while self._notes:
+            note = next(iter(self._notes))
+            if now_ns - note.noted_ns < self.ttl_ns:
                 return
-            del self._noted_ns[oldest]
+            self._cut((stretch, stretch.start, stretch.end) for stretch in note.stretches.values())
 
 
-def _named(blocks: GroupRuns, name_of: NameOf) -> Iterator[tuple[int, int, Hashable]]:
-    for index, runs in enumerate(blocks):
-        for start, end in runs:
-            for block in range(start, end):
-                yield index, block, name_of(index, block)
+def _each(blocks: GroupRuns) -> Iterator[tuple[int, Run]]:
+    return ((index, run) for index, runs in enumerate(blocks) for run in runs)
+
+
+def _cells_of(run: Run) -> range:
+    return range(run[0] // CELL_BLOCKS, div_ceil(run[1], CELL_BLOCKS))
+
+
+def _views(index: int, run: Run, cells: Iterable[int], names_of: NamesOf) -> Iterator[_View]:
+    """The run, cell by cell."""
+    for cell in cells:
+        first = cell * CELL_BLOCKS
+        end = min(run[1], first + CELL_BLOCKS)
+        names = names_of(index, (first, end))
+        assert len(names) == end - first, (index, first, end, len(names))
+        yield _View((index, cell, names[0]), first, max(run[0], first), end, names)
 
 
 @dataclass(slots=True)

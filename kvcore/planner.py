@@ -92,6 +92,15 @@ class Planner:
             return singles(blocks) + self._no_tails
         return store_runs(self.model, blocks, self.retention, num_prompt_tokens) + self._no_tails
 
+    def kept(self, prefix_len: int, num_prompt_tokens: int) -> GroupRuns:
+        """Of the full blocks that an engine holds which resumes at `prefix_len`, those that a later request can need.
+
+        The same as `store` from nothing on, of what is `held`; but what windows left behind costs nothing.
+        """
+        needed = ((group.needed_blocks(prefix_len), group.block_size) for group in self.model.groups)
+        blocks = tuple((start, min(end, prefix_len // size)) for (start, end), size in needed)
+        return store_runs(self.model, blocks, self.retention, num_prompt_tokens) + self._no_tails
+
     def fills_block(self, stored_len: int, computed_len: int) -> bool:
         """Whether some block becomes full between the two lengths."""
         crossed = (computed_len // size > stored_len // size for size in self._block_sizes)

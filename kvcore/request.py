@@ -17,9 +17,10 @@ from kvcore.errors import require
 from kvcore.frontier import Frontier
 from kvcore.group_runs import GroupRuns, common, count_blocks, minus, plus
 from kvcore.hints import NO_HINTS, Hints
-from kvcore.memory import Experience, NameOf
+from kvcore.memory import Experience, NamesOf
 from kvcore.planner import Planner
 from kvcore.plans import Decisions, Load, Lookup, Offer, PoolPolicy, Store, Wait
+from kvcore.types import Run
 
 
 class State(Enum):
@@ -65,15 +66,15 @@ class _Answer:
     num_offered: int = 0
 
 
-def _by_position(group: int, block: int) -> tuple[int, int]:
-    return group, block
+def _by_position(_index: int, run: Run) -> range:
+    return range(*run)
 
 
 @dataclass(slots=True)
 class KVRequest:
     """The machine of one request of `num_prompt_tokens`.
 
-    `experience` is shared by the requests of one engine, and `name_of` names this one's blocks in it; without them the
+    `experience` is shared by the requests of one engine, and `names_of` names this one's blocks in it; without them the
     request learns from itself alone.
     """
 
@@ -81,7 +82,7 @@ class KVRequest:
     policy: PoolPolicy
     num_prompt_tokens: int
     experience: Experience = field(default_factory=Experience)
-    name_of: NameOf = _by_position
+    names_of: NamesOf = _by_position
     hints: Hints = NO_HINTS
     state: State = State.WAITING
     decisions: Decisions = field(init=False)
@@ -226,9 +227,9 @@ class KVRequest:
             self._void_stores.remove(ticket)
             return
         self._given = minus(self._given, lost)
-        self.experience.unsaved.forget(written, self.name_of)
-        self.experience.denied.forget(written, self.name_of)
-        self.experience.unsaved.note(lost, self.name_of, now_ns)
+        self.experience.unsaved.forget(written, self.names_of)
+        self.experience.denied.forget(written, self.names_of)
+        self.experience.unsaved.note(lost, self.names_of, now_ns)
 
     def preempted(self) -> None:
         """The engine took the blocks away; stores in flight keep theirs."""
@@ -290,7 +291,7 @@ class KVRequest:
         denied = self.experience.denied
         if not len(denied):
             return self.planner.nothing
-        return denied.known(self.planner.beyond(local_hit_len, num_tokens), self.name_of, now_ns)
+        return denied.known(self.planner.beyond(local_hit_len, num_tokens), self.names_of, now_ns)
 
     def _wait(self, answer: _Answer, now_ns: int) -> Wait | Offer:
         self.state = State.ASKING
@@ -332,7 +333,7 @@ class KVRequest:
         unwritten = plus(failed, load.unproven)
         valid_len = self.planner.valid_len(load.resume_len, unwritten)
         if not self._is_foreign:
-            self.experience.denied.note(failed, self.name_of, now_ns)
+            self.experience.denied.note(failed, self.names_of, now_ns)
         if any(unwritten):
             self._failed_loads += 1
             self._saved_len, self._kept_back = min(self._saved_len, valid_len), False
@@ -353,9 +354,8 @@ class KVRequest:
         unsaved = self.experience.unsaved
         if not len(unsaved) or not self.policy.stores:
             return self.planner.nothing
-        kept = self.planner.store(0, self._local_hit_len, self.num_prompt_tokens)
-        held = common(self.planner.held(self._local_hit_len), self.planner.held(resume_len))
-        return unsaved.known(common(kept, held), self.name_of, now_ns)
+        kept = self.planner.kept(self._local_hit_len, self.num_prompt_tokens)
+        return unsaved.known(common(kept, self.planner.held(resume_len)), self.names_of, now_ns)
 
     def _plan_store(self, num_tokens: int, now_ns: int) -> Store | None:
         ended = self.state is State.FINISHED
@@ -367,8 +367,10 @@ class KVRequest:
             blocks = minus(blocks, self._given)
         if ended:
             held = self.planner.held(num_tokens)
-            refused = common(self.decisions.rejected, self.planner.store(0, num_tokens, self.num_prompt_tokens))
-            blocks, again = common(blocks, held), common(plus(again, minus(refused, self._given)), held)
+            blocks, again = common(blocks, held), common(again, held)
+            refused = minus(self.decisions.rejected, self._given)
+            if any(refused):
+                again = plus(again, common(refused, self.planner.kept(num_tokens, self.num_prompt_tokens)))
         self._owed = self.planner.nothing
         return self._store(plus(blocks, again), again, num_tokens, now_ns)
 
@@ -378,12 +380,12 @@ class KVRequest:
             return None
         again = owed
         if len(self.experience.unsaved):
-            again = plus(owed, self.experience.unsaved.known(blocks, self.name_of, now_ns))
+            again = plus(owed, self.experience.unsaved.known(blocks, self.names_of, now_ns))
         sequence_len = max(computed_len, self.num_prompt_tokens)
         admitted = common(self.policy.admission.admit(blocks, again, sequence_len), blocks)
         if not self.policy.has_room(self.experience.num_storing, count_blocks(admitted)):
             admitted = self.planner.nothing
-        self.experience.unsaved.note(minus(blocks, admitted), self.name_of, now_ns)
+        self.experience.unsaved.note(minus(blocks, admitted), self.names_of, now_ns)
         if not any(admitted):
             return None
         store = Store(self._ticket(), admitted, self.hints)

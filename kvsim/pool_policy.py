@@ -1,7 +1,7 @@
 """The decisions about a scenario's pool: what `[pool]` says, with costs from the scenario's link and step times."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import lru_cache
 
 from kvcore.admission import Admission, AdmitAll, AdmitCheaper, AdmitSecondTouch
 from kvcore.costs import Costs
@@ -37,11 +37,14 @@ def make_costs(scenario: Scenario, link: LinkConfig) -> Costs:
     step_time = Roofline(scenario.llm, scenario.gpu)
     budget = scenario.engine.max_num_batched_tokens
 
-    @cache
+    @lru_cache(_REMEMBERED)
+    def chunk_ps(start_len: int, num_tokens: int) -> int:
+        return step_time.step_ps([(start_len, num_tokens)], 0, 0)
+
+    @lru_cache(_REMEMBERED)
     def prefill_ns(start_len: int, end_len: int) -> int:
         starts = range(start_len, end_len, budget)
-        chunks = ((start, min(budget, end_len - start)) for start in starts)
-        return sum(step_time.step_ps([chunk], 0, 0) for chunk in chunks) // PS_PER_NS
+        return sum(chunk_ps(start, min(budget, end_len - start)) for start in starts) // PS_PER_NS
 
     return Costs(prefill_ns, (block_ns,), link.latency_us * PS_PER_US // PS_PER_NS)
 
@@ -50,6 +53,9 @@ def _load_in_time(costs: Costs, pool: PoolConfig) -> Loading:
     assert pool.load_budget_ms is not None
     return LoadInTime(costs, pool.load_budget_ms * NS_PER_MS)
 
+
+_REMEMBERED = 1 << 16
+"""Step times: of prompts of many lengths, all chunks but the last are the same."""
 
 _ADMISSIONS: Mapping[str, Callable[[Planner, Costs], Admission]] = {
     "all": lambda _planner, _costs: AdmitAll(),

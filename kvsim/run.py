@@ -1,10 +1,11 @@
 """A run: scenario and trace in, what happened and what was decided out. Start reading here."""
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from kvcore.memory import Experience
 from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy
 from kvcore.request import KVRequest
-from kvcore.types import GroupId, Segments
+from kvcore.types import GroupId, Run, Segments, StreamId
 from kvcore.units import NS_PER_MS, NS_PER_S
 from kvsim.clock import PS_PER_US, Clock
 from kvsim.cluster import Cluster, MakeEngine, MakeMachine, OnFinished
@@ -80,9 +81,9 @@ class SharedPool:
 
     def machine(self, engine: int, sequence: Sequence) -> KVRequest:
         """The machine of a new request of the instance."""
-        content = partial(_content, sequence.segments)
+        names_of = partial(_names, sequence.segments)
         hints = self.sessions.hints(sequence.index)
-        return KVRequest(self.planner, self.policy, sequence.input_len, self.experiences[engine], content, hints)
+        return KVRequest(self.planner, self.policy, sequence.input_len, self.experiences[engine], names_of, hints)
 
     def finished(self, sequence: Sequence) -> None:
         """A request completed; with it its session may have."""
@@ -180,10 +181,16 @@ def _no_machine(_engine: int, _sequence: Sequence) -> None:
     return None
 
 
-def _content(segments: Segments, group: int, block: int) -> Hashable:
-    """What names the content of a block: `kvcore.memory.NameOf` of one sequence."""
-    stream, _, _ = segments[bisect_right(segments, block, key=_START) - 1]
-    return group, stream, block
+def _names(segments: Segments, _index: int, run: Run) -> tuple[StreamId, ...]:
+    """The stream of each block: `kvcore.memory.NamesOf` of one sequence."""
+    names: tuple[StreamId, ...] = ()
+    start, end = run
+    for stream, _, segment_end in islice(segments, bisect_right(segments, start, key=_START) - 1, None):
+        names += (stream,) * (min(segment_end, end) - start)
+        if segment_end >= end:
+            break
+        start = segment_end
+    return names
 
 
 def _shared_pool(scenario: Scenario, clock: Clock, trace: Trace) -> SharedPool | None:

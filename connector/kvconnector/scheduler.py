@@ -3,11 +3,11 @@
 No decision is taken here; `kvcore.request` takes them. Nothing here waits: lookups run on their own thread.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
 from kvconnector.metrics import LOOKUPS, PINNED, WAITING, Numbers, Operation, Series, Tally
@@ -227,8 +227,8 @@ class SchedulerHalf:
     def _track(self, request: Any) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            name_of = partial(self._name, request)
-            machine = KVRequest(self._planner, self._policy, request.num_prompt_tokens, self._experience, name_of)
+            names_of = partial(self._hashes_of, request.block_hashes)
+            machine = KVRequest(self._planner, self._policy, request.num_prompt_tokens, self._experience, names_of)
             tracked = self._tracked[request.request_id] = _Tracked(request, machine, Life(self._clock.now_ns()))
         return tracked
 
@@ -257,10 +257,10 @@ class SchedulerHalf:
         sizes = [group.block_size for group in self._planner.model.groups]
         return sum(div_ceil(tracked.request.num_tokens, size) - resume_len // size for size in sizes)
 
-    def _name(self, request: Any, index: int, position: int) -> Hashable:
-        """What names the content of a block, state or tail in this engine."""
-        kind = self._planner.model.kinds[index]
-        return index, self._keys.block_hash(request.block_hashes, (position + 1) * kind.num_tokens)
+    def _hashes_of(self, hashes: Sequence[bytes], index: int, run: Run) -> Sequence[BlockHash]:
+        """What names the content of each block, state or tail of the run: the hash where it ends."""
+        step = self._planner.model.kinds[index].num_tokens // self._keys.hash_block_size
+        return cast(Sequence[BlockHash], hashes[(run[0] + 1) * step - 1 : run[1] * step : step])
 
     def _ask(self, tracked: _Tracked, lookup: Lookup) -> None:
         ask = partial(self._exists, self._keys, tracked.request.block_hashes)
@@ -278,14 +278,8 @@ class SchedulerHalf:
         self, names: KeySpace, hashes: Sequence[bytes], store: KVStore[Any], question: GroupRuns, deadline_ns: int
     ) -> GroupRuns:
         """The blocks all of whose shards are there. Runs on the lookup thread."""
-        kinds = self._planner.model.kinds
-
-        def hashes_of(index: int, run: Run) -> list[BlockHash]:
-            num_tokens = kinds[index].num_tokens
-            return [names.block_hash(hashes, (position + 1) * num_tokens) for position in range(*run)]
-
-        shards = tuple((kind.group, names.num_ranks) for kind in kinds)
-        keys = shard_keys(names.namespace, shards, hashes_of, question)
+        shards = tuple((kind.group, names.num_ranks) for kind in self._planner.model.kinds)
+        keys = shard_keys(names.namespace, shards, partial(self._hashes_of, hashes), question)
         outcomes = store.exists(keys, deadline_ns)
         self._tally.keys(Operation.LOOKUP, outcomes)
         present = [outcome is StoreOutcome.OK for outcome in outcomes]

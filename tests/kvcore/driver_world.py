@@ -69,7 +69,7 @@ class Driver(SharedPool):
     def arrive(self, lineage, num_prompt, final, engine=0):
         engine = self.engines[engine % len(self.engines)]
         live = Live(engine, lineage, num_prompt, final, [{} for _ in engine.groups], num_tokens=num_prompt)
-        live.machine = self.machine(self.planner, self.policy, num_prompt, engine.experience, live.name)
+        live.machine = self.machine(self.planner, self.policy, num_prompt, engine.experience, live.names)
         self.live.append(live)
         return live
 

@@ -61,6 +61,9 @@ class Live:
         assert end <= self.num_tokens, "nothing has a name before its tokens are known"
         return index, self.lineage[:end]
 
+    def names(self, index, run):
+        return [self.name(index, position) for position in range(*run)]
+
 
 def right(kinds, index, text, generation):
     """What an object named by `text` holds."""

@@ -229,6 +229,15 @@ def test_group_algebra():
     assert count_blocks(right) == 5
 
 
+@given(turns())
+def test_what_is_kept_of_what_is_held(turn):
+    model, retention, num_prompt, _, lengths = turn
+    planner = Planner(model, retention)
+    for length in lengths:
+        expected = common(planner.store(0, length, num_prompt), planner.held(length))
+        assert planner.kept(length, num_prompt) == expected
+
+
 def test_the_full_group_is_never_walked_block_by_block():
     """A prompt of 2 ** 50 tokens: only a plan that counts in runs ends."""
     planner = Planner(ModelSpec((FullAttention(16),)))

@@ -17,7 +17,7 @@ POLICY = PoolPolicy(max_load_attempts=0, max_storing_blocks=10)
 
 def request(experience, name, num_blocks, local_blocks=0):
     """One that is computing its prompt; requests of one name have the same content."""
-    made = KVRequest(PLANNER, POLICY, num_blocks * B, experience, lambda group, block: (name, group, block))
+    made = KVRequest(PLANNER, POLICY, num_blocks * B, experience, lambda index, run: [name] * (run[1] - run[0]))
     made.consider(local_blocks * B, num_blocks * B, 0)
     made.granted(0, 0)
     return made

@@ -7,6 +7,7 @@ from kvsim.invariants import check
 from kvsim.metrics import measure
 from kvsim.run import decisions_digest, simulation
 from kvsim.scenario import TraceWorkload, load
+from kvsim.sequence import Sequence
 from kvsim.workload.source import trace_of
 from tests.support import shared_data
 
@@ -34,6 +35,16 @@ def test_a_pool_helps_sessions_that_change_the_instance():
     assert shared.hit_rate > 1.5 * without.hit_rate
     assert shared.ttft_s.p50 < without.ttft_s.p50
     assert shared.simulated_s < without.simulated_s
+
+
+@pytest.mark.parametrize(
+    ("run", "streams"), [((0, 9), [7] * 9), ((3, 4), [7]), ((8, 12), [7, 8, 8, 9]), ((9, 11), [8, 8])]
+)
+def test_what_an_engine_learns_is_named_by_streams(run, streams):
+    scenario = load(WITH, SMALL)
+    pool = simulation(scenario, trace_of(scenario)).pool
+    machine = pool.machine(0, Sequence(0, 200, 1, ((7, 0, 9), (8, 9, 11), (9, 11, 12))))
+    assert list(machine.names_of(0, run)) == streams
 
 
 def test_a_pool_is_no_help_where_nothing_is_shared():

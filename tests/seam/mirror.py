@@ -64,6 +64,8 @@ class Hashes:
         self.length_of = {}
 
     def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[each] for each in range(index.start, index.stop, index.step)]
         length = (index + 1) * self.unit
         block_hash = repr(self.content(length)).encode()
         self.length_of[block_hash] = length

@@ -27,12 +27,13 @@ SEARCH = settings(
 def test_the_simulator_and_the_connector_make_the_same_plans(engine, asks):
     made, twins, scenario = [], {}, scenario_of(engine, "pool-16")
 
-    def mirrored(planner, policy, num_prompt_tokens, experience, name_of, *hints):
+    def mirrored(planner, policy, num_prompt_tokens, experience, names_of, *hints):
         def content(length):
-            return name_of(0, length // scenario.engine.block_size - 1)
+            end = length // scenario.engine.block_size
+            return end, *names_of(0, (end - 1, end))
 
         twin = twins.setdefault(id(experience), Experience())
-        learning = (experience, name_of, *hints)
+        learning = (experience, names_of, *hints)
         made.append(Mirror(planner, policy, num_prompt_tokens, *learning, content=content, twin=twin))
         return made[-1]
 
@@ -50,7 +51,7 @@ class MirroredWorld(World):
     def arrive(self, lineage, num_prompt, final, engine=0):
         live = super().arrive(lineage, num_prompt, final, engine)
         twin = vars(live.engine).setdefault("twin", deepcopy(live.engine.experience))
-        learning = (live.engine.experience, live.name)
+        learning = (live.engine.experience, live.names)
         content = lineage.__getitem__
         live.machine = self.mirror(
             self.planner, self.policy, num_prompt, *learning, content=lambda n: content(slice(n)), twin=twin
