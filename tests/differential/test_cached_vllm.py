@@ -178,12 +178,12 @@ def chain_answers(rng, cache):
             running.ours.compute(step)
             cache.compute(running.request, step, rng.choice((0, 1)), *((first_hit, loaded_len) if first else ()))
             first = False
-            yield ("keys", step, case), chain.keys(), cache.keys()
+            yield ("keys", step, case), chain.keys(), cache.entries()
         if rng.random() < 0.5:
             chain.free(running)
     for running in list(chain.running):
         chain.free(running)
-    yield ("end", case), chain.keys(), cache.keys()
+    yield ("end", case), chain.keys(), cache.entries()
     cache.reset()
 
 

@@ -3,7 +3,6 @@
 Each example is given to mode `exact`, to mode `engine` and, where it is installed, to vLLM.
 """
 
-import re
 from dataclasses import dataclass
 
 import pytest
@@ -28,7 +27,6 @@ from tests.differential.vllm_models import (
     installed_rules,
     pool_coordinator,
 )
-from tests.support import PROJECT
 
 # -- hits -------------------------------------------------------------------------------------------------------------
 
@@ -305,12 +303,3 @@ def test_the_connector_s_lookup_fails_where_a_hit_needs_nothing_of_a_group():
     worker = connector_worker(pool_coordinator(subject), subject, nothing)
     with pytest.raises(AssertionError):
         worker.lookup(9, block_hashes(subject.model, 9))
-
-
-# -- the document -----------------------------------------------------------------------------------------------------
-
-
-def test_the_document_lists_every_example():
-    text = (PROJECT / "docs" / "DIFFERENCES.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
-    assert listed == {*HITS, *LOOKUPS, *MASKS, *LOADS, *REFUSED}

@@ -104,7 +104,7 @@ class VllmCache:
     def reset(self):
         assert self.manager.reset_prefix_cache(), "a block is still in use"
 
-    def keys(self):
+    def entries(self):
         """(group, stream, unit) of every entry of the pool's map."""
         found = set()
         for key in self.pool.cached_block_hash_to_block._cache:
