@@ -61,8 +61,7 @@ class BlockPool:
     def match(self, segments: Segments, limit_blocks: int) -> Match:
         """The longest cached prefix of a sequence, of at most limit_blocks; changes nothing.
 
-        Of several copies of a block it takes the one inserted first. For the engine's limit pass
-        (num_tokens - 1) // block_size: one token is always left to compute.
+        Of several copies of a block it takes the one inserted first. The engine's limit is `hit_limit`.
         """
         spans: list[Span] = []
         at = num_free = 0
@@ -280,6 +279,11 @@ class Holding:
         """Hold nothing."""
         self.spans = []
         self.start = self.cached_end = self.end = 0
+
+
+def hit_limit(num_tokens: int, block_size: int) -> int:
+    """Blocks that a hit of `num_tokens` (at least 1) can have at most: one token is always left to compute."""
+    return (num_tokens - 1) // block_size
 
 
 def _ref_counts(holdings: Iterable[Holding]) -> dict[Lane, list[tuple[int, int, int]]]:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvcore.errors import require
 from kvcore.plans import Load, Lookup, Offer, Store
-from kvcore.pool import BlockPool, Match
+from kvcore.pool import BlockPool, Match, hit_limit
 from kvcore.units import div_ceil
 from kvsim.sequence import Sequence, Status
 
@@ -244,7 +244,7 @@ class Scheduler:
             self._resume_after_load(sequence)
         if sequence.num_computed:
             return self._admit_with(sequence, None, budget)
-        match = self.blocks.match(sequence.segments, (sequence.num_tokens - 1) // self.limits.block_size)
+        match = self.blocks.match(sequence.segments, hit_limit(sequence.num_tokens, self.limits.block_size))
         num_new = self._admit_matched(sequence, match, budget)
         if not num_new and sequence.status is not Status.LOADING:
             self._watch(sequence, match)
