@@ -31,6 +31,8 @@ def minus(left: GroupRuns, right: GroupRuns) -> GroupRuns:
     """Per group, blocks of `left` that are not in `right`."""
     if not any(right):
         return left
+    if left == right:
+        return ((),) * len(left)
     return _per_group(subtract, left, right)
 
 

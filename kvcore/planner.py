@@ -85,9 +85,7 @@ class Planner:
 
     def store(self, stored_len: int, computed_len: int, num_prompt_tokens: int) -> GroupRuns:
         """Blocks that became full between the two lengths (tokens) and that a later request can need."""
-        blocks = tuple(
-            (stored_len // group.block_size, computed_len // group.block_size) for group in self.model.groups
-        )
+        blocks = tuple([(stored_len // g.block_size, computed_len // g.block_size) for g in self.model.groups])
         if self._keeps_all:
             return singles(blocks) + self._no_tails
         return store_runs(self.model, blocks, self.retention, num_prompt_tokens) + self._no_tails
@@ -103,8 +101,10 @@ class Planner:
 
     def fills_block(self, stored_len: int, computed_len: int) -> bool:
         """Whether some block becomes full between the two lengths."""
-        crossed = (computed_len // size > stored_len // size for size in self._block_sizes)
-        return computed_len > stored_len and any(crossed)
+        for size in self._block_sizes:
+            if computed_len // size > stored_len // size:
+                return True
+        return False
 
     def store_state(self, group: int, state_len: int, num_prompt_tokens: int) -> GroupRuns:
         """The state of a recurrent group after `state_len` tokens, if a later request can resume there.

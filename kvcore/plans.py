@@ -83,6 +83,8 @@ class PoolPolicy:
     max_storing_blocks: int | None = None
     admission: Admission = field(default_factory=AdmitAll)
     loading: Loading = field(default_factory=LoadAlways)
+    stores: bool = field(init=False, repr=False, compare=False)
+    """Whether anything is stored at all."""
 
     def __post_init__(self) -> None:
         require(self.lookup_deadline_ns > 0, "lookup_deadline_ns", self.lookup_deadline_ns, "more than 0")
@@ -90,11 +92,7 @@ class PoolPolicy:
         require(self.max_load_attempts >= 0, "max_load_attempts", self.max_load_attempts, "at least 0")
         valid = self.max_storing_blocks is None or self.max_storing_blocks > 0
         require(valid, "max_storing_blocks", self.max_storing_blocks, "None, or at least 1 block")
-
-    @property
-    def stores(self) -> bool:
-        """Whether anything is stored at all."""
-        return not isinstance(self.admission, AdmitNone)
+        object.__setattr__(self, "stores", not isinstance(self.admission, AdmitNone))
 
     def has_room(self, num_storing: int, num_more: int) -> bool:
         """Whether a plan of `num_more` blocks may start beside `num_storing` that are in flight."""

@@ -229,7 +229,8 @@ class KVRequest:
         self._given = minus(self._given, lost)
         self.experience.unsaved.forget(written, self.names_of)
         self.experience.denied.forget(written, self.names_of)
-        self.experience.unsaved.note(lost, self.names_of, now_ns)
+        if any(lost):
+            self.experience.unsaved.note(lost, self.names_of, now_ns)
 
     def preempted(self) -> None:
         """The engine took the blocks away; stores in flight keep theirs."""
@@ -312,7 +313,7 @@ class KVRequest:
 
     def _offered(self, num_tokens: int) -> Offer:
         self.state = State.OFFERED
-        self._offer = Offer(num_tokens)
+        self._offer = Offer(num_tokens) if num_tokens else _NOTHING_OFFERED
         return self._offer
 
     def _plan_load(self, resume_len: int) -> Load:
@@ -383,14 +384,16 @@ class KVRequest:
             again = plus(owed, self.experience.unsaved.known(blocks, self.names_of, now_ns))
         sequence_len = max(computed_len, self.num_prompt_tokens)
         admitted = common(self.policy.admission.admit(blocks, again, sequence_len), blocks)
-        if not self.policy.has_room(self.experience.num_storing, count_blocks(admitted)):
+        num_admitted = count_blocks(admitted)
+        if not self.policy.has_room(self.experience.num_storing, num_admitted):
             admitted = self.planner.nothing
-        self.experience.unsaved.note(minus(blocks, admitted), self.names_of, now_ns)
+        if admitted != blocks:
+            self.experience.unsaved.note(minus(blocks, admitted), self.names_of, now_ns)
         if not any(admitted):
             return None
         store = Store(self._ticket(), admitted, self.hints)
         self._stores[store.ticket] = admitted
-        self.experience.num_storing += count_blocks(admitted)
+        self.experience.num_storing += num_admitted
         self.decisions.stored = plus(self.decisions.stored, admitted)
         self._given = plus(self._given, admitted)
         if any(self.decisions.rejected):

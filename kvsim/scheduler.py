@@ -108,10 +108,10 @@ class Scheduler:
         self._now_ns = now_ns
         finished: list[Sequence] = []
         for sequence, before, num_new in step.scheduled:
-            sequence.num_computed = before + num_new + num_steps - 1
-            if sequence.num_computed >= sequence.num_tokens:
-                sequence.num_tokens = sequence.num_computed + 1
-                if sequence.remaining_output == 0:
+            computed_len = sequence.num_computed = before + num_new + num_steps - 1
+            if computed_len >= sequence.num_tokens:
+                sequence.num_tokens = computed_len + 1
+                if computed_len + 1 == sequence.end_len:
                     finished.append(sequence)
         for sequence in finished:
             self._finish(sequence)
@@ -181,8 +181,9 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            num_new = min(sequence.num_tokens - sequence.num_computed, budget)
-            num_tokens = sequence.num_computed + num_new
+            computed_len = sequence.num_computed
+            num_new = min(sequence.num_tokens - computed_len, budget)
+            num_tokens = computed_len + num_new
             if num_tokens > sequence.num_blocks * block_size and not self._make_room(sequence, num_tokens, step):
                 break
             self._run(sequence, num_new, step)

@@ -1,6 +1,6 @@
 """One request inside an instance: what the engine's scheduler knows about it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvcore.pool import Holding
@@ -39,9 +39,12 @@ class Sequence:
     external_hit_len: int = 0
     admitted: bool = False
     num_preemptions: int = 0
+    end_len: int = field(init=False)
+    """Its length when it is complete."""
 
     def __post_init__(self) -> None:
         self.num_tokens = self.input_len
+        self.end_len = self.input_len + self.max_tokens
 
     @property
     def num_output(self) -> int:
@@ -51,4 +54,4 @@ class Sequence:
     @property
     def remaining_output(self) -> int:
         """Tokens it will still generate."""
-        return self.input_len + self.max_tokens - self.num_tokens
+        return self.end_len - self.num_tokens

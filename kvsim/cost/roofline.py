@@ -39,6 +39,7 @@ class Roofline:
 
     __slots__ = (
         "_attention_flops",
+        "_decode_base_ps",
         "_decode_flops_per_s",
         "_decode_slope_ps",
         "_kv_bytes",
@@ -71,6 +72,7 @@ class Roofline:
             div_ceil(self._attention_flops * PERCENT * PS_PER_S, self._decode_flops_per_s),
         )
         num_small_ops = SMALL_OPS_PER_LAYER * model.architecture.num_layers + SMALL_OPS_OUTSIDE
+        self._decode_base_ps: dict[int, int] = {}
         self._overhead_ps = num_small_ops * kernels.small_op_latency_ns * PS_PER_NS
 
     def step_ps(self, chunks: Sequence[PrefillChunk], num_decodes: int, decode_context: int) -> int:
@@ -84,7 +86,10 @@ class Roofline:
 
     def decode_affine_ps(self, num_decodes: int) -> tuple[int, int]:
         """See `StepTimeModel.decode_affine_ps`."""
-        base_ps = self._dense_ps(0, 0, num_decodes) + self._decode_slope_ps * num_decodes + self._overhead_ps
+        base_ps = self._decode_base_ps.get(num_decodes)
+        if base_ps is None:
+            base_ps = self._dense_ps(0, 0, num_decodes) + self._decode_slope_ps * num_decodes + self._overhead_ps
+            self._decode_base_ps[num_decodes] = base_ps
         return base_ps, self._decode_slope_ps
 
     def _dense_ps(self, num_prefill_tokens: int, num_chunks: int, num_decodes: int) -> int:
