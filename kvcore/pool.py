@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvcore.errors import require
 from kvcore.free_queue import FreeQueue
@@ -239,8 +238,7 @@ class BlockPool:
             del self._lanes[lane.stream]
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """A cached prefix, as of one moment; `spans` and `num_evicted` are the pool's own."""
 
     num_blocks: int

@@ -6,6 +6,7 @@ resolution many steps sum to the closed form exactly. 64 bits hold 2,500 hours.
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
 
 import simpy
 from simpy.events import EventPriority
@@ -38,14 +39,14 @@ _EVENT = EventPriority(Phase.EVENT)
 class Alarm(simpy.Event):
     """A scheduled action that can be called off."""
 
-    __slots__ = ("action", "at_ps", "clock")
+    __slots__ = ("action", "at_ps", "callbacks")
 
-    def __init__(self, clock: "Clock", at_ps: int, action: Action) -> None:
-        # What `simpy.Event` and its `succeed` would set: the queue only needs an event that has happened.
-        self.callbacks = _RING
-        self._ok = True
-        self._value = None
-        self.clock = clock
+    # All that the queue wants to know of an event that has happened.
+    _ok = True
+    _value = None
+
+    def __init__(self, callbacks: list[Callable[[Any], None]], at_ps: int, action: Action) -> None:
+        self.callbacks = callbacks
         self.at_ps = at_ps
         self.action: Action | None = action
 
@@ -54,24 +55,15 @@ class Alarm(simpy.Event):
         self.action = None
 
 
-def _ring(alarm: simpy.Event) -> None:
-    assert isinstance(alarm, Alarm)
-    alarm.clock.now_ps = alarm.at_ps
-    if alarm.action is not None:
-        alarm.action()
-
-
-_RING: list[Callable[[simpy.Event], None]] = [_ring]
-"""The callbacks of every alarm; SimPy takes the list from an event and leaves it as it is."""
-
-
 class Clock:
     """Runs actions in time order; actions of one instant run by `Phase`, events in the order they were set."""
 
-    __slots__ = ("_env", "now_ps", "num_events")
+    __slots__ = ("_callbacks", "_env", "now_ps", "num_events")
 
     def __init__(self) -> None:
         self._env = simpy.Environment(initial_time=0)
+        # Of every alarm: SimPy takes the list from an event and leaves it as it is.
+        self._callbacks: list[Callable[[Any], None]] = [self._ring]
         self.now_ps = 0
         """Current time; only an alarm that rings moves it."""
         self.num_events = 0
@@ -101,10 +93,15 @@ class Clock:
     def _set(self, at_ps: int, action: Action, priority: EventPriority) -> Alarm:
         delay_ps = at_ps - self.now_ps
         assert delay_ps >= 0, (at_ps, self.now_ps)
-        alarm = Alarm(self, at_ps, action)
+        alarm = Alarm(self._callbacks, at_ps, action)
         self._env.schedule(alarm, priority, delay_ps)
         self.num_events += 1
         return alarm
+
+    def _ring(self, alarm: Alarm) -> None:
+        self.now_ps = alarm.at_ps
+        if alarm.action is not None:
+            alarm.action()
 
     def run(self) -> None:
         """Run until no action is left."""

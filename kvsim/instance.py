@@ -8,8 +8,9 @@ from kvsim.clock import Action, Alarm, Clock, Phase
 from kvsim.cost.step_time import StepTimeModel
 from kvsim.events import EventLog, Kind
 from kvsim.pool_client import PoolClient
-from kvsim.scheduler import Scheduler, Step
+from kvsim.scheduler import Scheduler
 from kvsim.sequence import Sequence
+from kvsim.step import Step
 
 
 class Jump:
@@ -87,11 +88,13 @@ class Instance:
             self._set_schedule()
 
     def release(self, action: Action) -> None:
-        """As `post`, for an action that only gives blocks back: while no request waits for them, a jump goes on."""
-        if self._step.scheduled and not self.scheduler.has_waiting:
+        """As `post`, for an action that only gives blocks back: while no request waits, there is nothing to decide."""
+        if self.scheduler.has_waiting or self._will_schedule:
+            self.post(action)
+        elif self._step.scheduled:
             self._releases.append((self._clock.now_ps, action))
         else:
-            self.post(action)
+            action()
 
     def _shorten_jump(self) -> None:
         """End the jump with the step that runs now."""
@@ -115,7 +118,7 @@ class Instance:
         """The last thing this engine does in its phase: decide at once where nothing else happens at this instant."""
         if self._will_schedule or self._clock.has_more_now:
             self._set_schedule()
-        else:
+        elif self._inbox or self.scheduler.has_requests:
             self._begin_step()
 
     def _begin_step(self) -> None:

@@ -6,7 +6,7 @@ whole prompts must fit) for one full-attention group; the pool's decisions come 
 
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from kvcore.plans import Load, Lookup, Offer, Store
 from kvcore.pool import BlockPool, Match, hit_limit
 from kvcore.units import div_ceil
 from kvsim.sequence import Sequence, Status
+from kvsim.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +36,6 @@ class Limits:
     def capacity_tokens(self) -> int:
         """Longest sequence, prompt and output, that the cache can hold."""
         return self.num_blocks * self.block_size
-
-
-@dataclass(slots=True)
-class Step:
-    """What runs in one step: (sequence, tokens computed before it, tokens it computes), in the engine's order."""
-
-    scheduled: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    admitted: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    """For the first time, with local and granted external hit (tokens)."""
-    preempted: list[tuple[Sequence, int]] = field(default_factory=list)
-    """With the computed tokens that are lost."""
-    num_stores: int = 0
-    """Plans whose bytes leave when the step ends."""
-
-    def is_pure_decode(self) -> bool:
-        """Every sequence computes the last token that it generated, and so generates the next one."""
-        return all(before + 1 == sequence.num_tokens > sequence.input_len for sequence, before, _ in self.scheduled)
 
 
 class Pool(Protocol):
@@ -92,6 +76,11 @@ class Scheduler:
         """Whether some request is not running, whatever it waits for."""
         return bool(self.waiting or self.block_holders)
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether some request is not finished."""
+        return bool(self.running or self.waiting or self.block_holders)
+
     # -- events ------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
@@ -125,11 +114,11 @@ class Scheduler:
         """Decide the next step and take its blocks; an empty one means that there is nothing to run now."""
         self._now_ns = now_ns
         step = Step()
+        self._admitted = step.admitted
         self._in_vain.clear()
         budget = self._schedule_running(step)
         if not step.preempted and self.has_waiting:
             self._schedule_waiting(step, budget)
-        step.admitted, self._admitted = self._admitted, []
         return step
 
     def jump_limit(self, step: Step) -> int:
