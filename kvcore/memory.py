@@ -113,7 +113,7 @@ class BlockMemory:
 
     def forget(self, blocks: GroupRuns, names_of: NamesOf) -> None:
         """The blocks mean nothing any more; unknown ones are ignored."""
-        for index, run in _each(blocks):
+        for index, run in _each(blocks) if self._cells else ():
             self._cut(self._shared(index, run, names_of))
 
     def known(self, blocks: GroupRuns, names_of: NamesOf, now_ns: int) -> GroupRuns:

@@ -229,8 +229,7 @@ class KVRequest:
         self._given = minus(self._given, lost)
         self.experience.unsaved.forget(written, self.names_of)
         self.experience.denied.forget(written, self.names_of)
-        if any(lost):
-            self.experience.unsaved.note(lost, self.names_of, now_ns)
+        self.experience.unsaved.note(lost, self.names_of, now_ns)
 
     def preempted(self) -> None:
         """The engine took the blocks away; stores in flight keep theirs."""
@@ -387,8 +386,7 @@ class KVRequest:
         num_admitted = count_blocks(admitted)
         if not self.policy.has_room(self.experience.num_storing, num_admitted):
             admitted = self.planner.nothing
-        if admitted != blocks:
-            self.experience.unsaved.note(minus(blocks, admitted), self.names_of, now_ns)
+        self.experience.unsaved.note(minus(blocks, admitted), self.names_of, now_ns)
         if not any(admitted):
             return None
         store = Store(self._ticket(), admitted, self.hints)
