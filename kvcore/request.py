@@ -380,7 +380,7 @@ class KVRequest:
             return None
         again = owed
         if len(self.experience.unsaved):
-            again = plus(owed, self.experience.unsaved.known(blocks, self.names_of, now_ns))
+            again = plus(owed, self.experience.unsaved.known(minus(blocks, owed), self.names_of, now_ns))
         sequence_len = max(computed_len, self.num_prompt_tokens)
         admitted = common(self.policy.admission.admit(blocks, again, sequence_len), blocks)
         num_admitted = count_blocks(admitted)
