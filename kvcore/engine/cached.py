@@ -51,7 +51,7 @@ class BlockTable:
         self._group = group
         self._boundaries = kept_boundaries(writer.engine, group, admission.num_prompt_tokens, admission.junction)
         self._first_held = spec.needed_blocks(total)[0]
-        self._num_cached = max(admission.hit_len // spec.block_size, self._first_held)
+        self._num_cached = admission.hit_len // spec.block_size
         self._tail_len = prompt_tail(writer, group, admission.num_prompt_tokens)
         self.entries = Entries()
 

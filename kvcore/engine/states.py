@@ -27,7 +27,6 @@ class StateTable:
         "_length",
         "_num_cached",
         "_num_retired",
-        "_previous",
         "_size",
         "_tail_block",
         "_writer",
@@ -44,7 +43,6 @@ class StateTable:
         self._left: set[int] = set()
         self._num_cached = 0
         self._num_retired = 0
-        self._previous: int | None = None
         self._is_placed = False
         self._tail_block: int | None = None
         self._checkpoint: tuple[int, int] | None = None
@@ -79,17 +77,12 @@ class StateTable:
     # -- the table ----------------------------------------------------------------------------------------------------
 
     def _retire(self, settled_len: int) -> None:
+        """Blocks before the settled state are given up. They keep their keys until the pool takes them."""
         last = min((settled_len - 1) // self._size, self._length)
         if self._num_retired < last:
             for index in [index for index in self._blocks if self._num_retired <= index < last]:
-                self._give_up(index)
+                self._left |= self._blocks.pop(index)
             self._num_retired = last
-        if self._previous is not None and self._previous < div_ceil(settled_len, self._size) - 1:
-            self._give_up(self._previous)
-
-    def _give_up(self, index: int) -> None:
-        """The block keeps its keys until the pool takes it."""
-        self._left |= self._blocks.pop(index, set())
 
     def _admit(self) -> None:
         """The state of a hit, in a block of others; a loaded one, in a new block."""
@@ -107,19 +100,15 @@ class StateTable:
 
     def _allocate(self, end: int) -> None:
         """Blocks for the state at the end of the chunk, block `end` - 1, and for the drafts behind it."""
-        num_drafts, is_running, before = self._writer.num_draft_states, self._is_placed, self._length
-        self._is_placed = True
-        if end + num_drafts <= before and self._tail_block is None and self._checkpoint is None:
-            return
-        if before:
-            self._previous = before - 1 - (num_drafts if is_running else 0)
+        num_drafts, before = self._writer.num_draft_states, self._length
         first_placed = end - 1 - (self._checkpoint is not None)
         if before < end - 1:
             self._length = max(before, first_placed)
-        if is_running:
+        if self._is_placed:
             self._relocate_drafts(range(before - num_drafts, min(before, first_placed)))
         self._split_tail()
         self._extend(end + num_drafts)
+        self._is_placed = True
 
     def _relocate_drafts(self, indices: range) -> None:
         for index in indices:
@@ -165,7 +154,7 @@ class StateTable:
             keys.clear()
         keys.add(length)
         if length % self._size:
-            self._tail_block = self._num_cached = index
+            self._tail_block = index
 
     # -- prefill checkpoints ------------------------------------------------------------------------------------------
 
@@ -179,23 +168,16 @@ class StateTable:
         exports = (
             step.start % unit == 0
             and index > (step.start - 1) // self._size
-            and step.start + unit <= length < step.end
+            and step.start < length < step.end
             and (length - step.start) % writer.checkpoint_step == 0
         )
-        return (length, index) if exports and index >= 0 and self._is_free(index) else None
+        return (length, index) if exports else None
 
     def _prefill_end(self, step: Step) -> int:
         return max(self._admission.num_prompt_tokens, step.num_tokens - 1)
 
-    def _is_free(self, index: int) -> bool:
-        """Whether the table has no block there, or one for drafts."""
-        is_draft = self._is_placed and index >= self._length - self._writer.num_draft_states
-        return index not in self._blocks or is_draft
-
     def _enter_checkpoint(self, length: int, index: int) -> None:
         """The block's state was replaced by the checkpoint's; one that nobody looks for has no key."""
-        if index not in self._blocks:
-            return
         self._blocks[index] = {length} if self._is_retained(length) else set()
 
     def _is_retained(self, length: int) -> bool:

@@ -135,13 +135,19 @@ class Chain:
         while start < request.num_tokens:
             num_new = min(request.num_tokens - start, rng.randint(1, budget) if rng.random() < 0.5 else budget)
             end = chunk_end(self.cache, request, start, num_new, budget) if aligned else start + num_new
-            end = end if end > start else start + num_new
+            if end <= start or rng.random() < 0.05:
+                end = self.end_near_the_prompt_s(running, start, start + num_new)
             yield Step(start, end, request.num_tokens, in_flight)
-            in_flight = rng.choice((0, 0, end - start))
+            in_flight = rng.choice((0, 0, end - start, rng.randint(0, end)))
             start = end
             if rng.random() < stop:
                 return
         yield from self.decode_steps(start)
+
+    def end_near_the_prompt_s(self, running, start, otherwise):
+        """Of a sequence that is computed again with what it had generated."""
+        end = running.prompt.num_tokens + self.rng.randint(0, 2 * self.model.hashed_step)
+        return end if start < end <= running.request.num_tokens else otherwise
 
     def decode_steps(self, start):
         """Fewer drafts than a state's block has tokens, as vLLM takes for granted."""
