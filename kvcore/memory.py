@@ -72,6 +72,10 @@ class _Stretch:
         blocks = range(self.start, end)
         return blocks[bisect_left(blocks, True, key=lambda b: view.names[b - view.first] != self.names[b - self.start])]
 
+    def part(self, start: int, end: int) -> "_Stretch":
+        """Blocks [start, end) of it."""
+        return _Stretch(self.key, start, end, self.names[start - self.start : end - self.start], self.note)
+
 
 _Part: TypeAlias = tuple[_Stretch, int, int]
 """Blocks [start, end) of a stretch."""
@@ -105,7 +109,8 @@ class BlockMemory:
         note = _Note(now_ns)
         for index, run in _each(blocks):
             for view in _views(index, run, _cells_of(run), names_of):
-                self._cut(self._parts(view))
+                for part in self._parts(view):
+                    self._cut(*part)
                 self._file(_Stretch(view.key, view.start, view.end, view.names[view.start - view.first :], note))
         self._notes[note] = None
         while self._num_blocks > self.capacity_blocks:
@@ -114,7 +119,8 @@ class BlockMemory:
     def forget(self, blocks: GroupRuns, names_of: NamesOf) -> None:
         """The blocks mean nothing any more; unknown ones are ignored."""
         for index, run in _each(blocks) if self._cells else ():
-            self._cut(self._shared(index, run, names_of))
+            for part in self._shared(index, run, names_of):
+                self._cut(*part)
 
     def known(self, blocks: GroupRuns, names_of: NamesOf, now_ns: int) -> GroupRuns:
         """Those of the blocks that are remembered. Costs nothing while nothing is."""
@@ -134,34 +140,35 @@ class BlockMemory:
 
     # -- finding --------------------------------------------------------------------------------------------------
 
-    def _shared(self, index: int, run: Run, names_of: NamesOf) -> Iterator[_Part]:
+    def _shared(self, index: int, run: Run, names_of: NamesOf) -> list[_Part]:
         """What is remembered of the run."""
         cells: Collection[int] = _cells_of(run)
         if len(self._cells) < len(cells):
             cells = {cell for known_index, cell, _ in self._cells if known_index == index and cell in cells}
-        for view in _views(index, run, cells, names_of):
-            yield from self._parts(view)
+        return [part for view in _views(index, run, cells, names_of) for part in self._parts(view)]
 
-    def _parts(self, view: _View) -> Iterator[_Part]:
-        for start, called in self._cells.get(view.key, {}).items():
-            stretch = called.get(view.names[start - view.first]) if start < view.end else None
-            if stretch is not None and view.start < stretch.end:
+    def _parts(self, view: _View) -> list[_Part]:
+        parts: list[_Part] = []
+        key, first, asked, limit, names = view
+        for start, called in self._cells.get(key, {}).items():
+            stretch = called.get(names[start - first]) if start < limit else None
+            if stretch is not None and asked < stretch.end:
                 end = stretch.shared_end(view)
-                if view.start < end:
-                    yield stretch, max(start, view.start), end
+                if asked < end:
+                    parts.append((stretch, max(start, asked), end))
+        return parts
 
     # -- changing -------------------------------------------------------------------------------------------------
 
-    def _cut(self, parts: Iterable[_Part]) -> None:
-        """Forget the parts; what is left of their stretches is as old as before."""
-        for stretch, start, end in list(parts):
-            self._unfile(stretch)
-            for left_start, left_end in ((stretch.start, start), (end, stretch.end)):
-                if left_start < left_end:
-                    names = stretch.names[left_start - stretch.start : left_end - stretch.start]
-                    self._file(_Stretch(stretch.key, left_start, left_end, names, stretch.note))
-            if not stretch.note.stretches:
-                del self._notes[stretch.note]
+    def _cut(self, stretch: _Stretch, start: int, end: int) -> None:
+        """Forget blocks [start, end) of it; what is left is as old as before."""
+        self._unfile(stretch)
+        if stretch.start < start:
+            self._file(stretch.part(stretch.start, start))
+        if end < stretch.end:
+            self._file(stretch.part(end, stretch.end))
+        if not stretch.note.stretches:
+            del self._notes[stretch.note]
 
     def _file(self, stretch: _Stretch) -> None:
         self._cells.setdefault(stretch.key, {}).setdefault(stretch.start, {})[stretch.names[0]] = stretch
@@ -183,14 +190,15 @@ class BlockMemory:
         """Forget the oldest blocks, at most so many."""
         stretches = next(iter(self._notes)).stretches
         oldest = stretches[min(stretches)]
-        self._cut([(oldest, oldest.start, min(oldest.end, oldest.start + num_blocks))])
+        self._cut(oldest, oldest.start, min(oldest.end, oldest.start + num_blocks))
 
     def _expire(self, now_ns: int) -> None:
         while self._notes:
             note = next(iter(self._notes))
             if now_ns - note.noted_ns < self.ttl_ns:
                 return
-            self._cut((stretch, stretch.start, stretch.end) for stretch in note.stretches.values())
+            for stretch in list(note.stretches.values()):
+                self._cut(stretch, stretch.start, stretch.end)
 
 
 def _each(blocks: GroupRuns) -> Iterator[tuple[int, Run]]:

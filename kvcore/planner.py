@@ -10,6 +10,7 @@ from kvcore.masks import Retention, lookup_runs, store_runs
 from kvcore.runs import normalize
 from kvcore.spec import ModelSpec
 from kvcore.tails import cover, objects_for
+from kvcore.types import Run
 from kvcore.units import align_down
 
 
@@ -86,9 +87,7 @@ class Planner:
     def store(self, stored_len: int, computed_len: int, num_prompt_tokens: int) -> GroupRuns:
         """Blocks that became full between the two lengths (tokens) and that a later request can need."""
         blocks = tuple([(stored_len // g.block_size, computed_len // g.block_size) for g in self.model.groups])
-        if self._keeps_all:
-            return singles(blocks) + self._no_tails
-        return store_runs(self.model, blocks, self.retention, num_prompt_tokens) + self._no_tails
+        return self._needed_later(blocks, num_prompt_tokens)
 
     def kept(self, prefix_len: int, num_prompt_tokens: int) -> GroupRuns:
         """Of the full blocks that an engine holds which resumes at `prefix_len`, those that a later request can need.
@@ -97,7 +96,7 @@ class Planner:
         """
         needed = ((group.needed_blocks(prefix_len), group.block_size) for group in self.model.groups)
         blocks = tuple((start, min(end, prefix_len // size)) for (start, end), size in needed)
-        return store_runs(self.model, blocks, self.retention, num_prompt_tokens) + self._no_tails
+        return self._needed_later(blocks, num_prompt_tokens)
 
     def fills_block(self, stored_len: int, computed_len: int) -> bool:
         """Whether some block becomes full between the two lengths."""
@@ -133,6 +132,11 @@ class Planner:
         steps = (self.model.groups[0].block_size, self.model.hit_step)
         firsts = (runs[0][0] * step for runs, step in zip(failed, steps, strict=False) if runs)
         return align_down(min(resume_len, *firsts), self.model.alignment)
+
+    def _needed_later(self, blocks: tuple[Run, ...], num_prompt_tokens: int) -> GroupRuns:
+        if self._keeps_all:
+            return singles(blocks) + self._no_tails
+        return store_runs(self.model, blocks, self.retention, num_prompt_tokens) + self._no_tails
 
 
 def _needed(model: ModelSpec, prefix_len: int) -> GroupRuns:

@@ -146,18 +146,17 @@ class ByFirstBlock(BlockMemory):
     """Takes two runs for one when they begin alike."""
 
     def _parts(self, view):
-        for stretch, start, _ in super()._parts(view):
-            yield stretch, start, min(stretch.end, view.end)
+        return [(stretch, start, min(stretch.end, view.end)) for stretch, start, _ in super()._parts(view)]
 
 
 class ForgetsWholeRuns(BlockMemory):
-    def _cut(self, parts):
-        super()._cut([(stretch, stretch.start, stretch.end) for stretch, _, _ in parts])
+    def _cut(self, stretch, start, end):
+        super()._cut(stretch, stretch.start, stretch.end)
 
 
 class ForgetsTheRestOfRuns(BlockMemory):
-    def _cut(self, parts):
-        super()._cut([(stretch, start, stretch.end) for stretch, start, _ in parts])
+    def _cut(self, stretch, start, end):
+        super()._cut(stretch, start, stretch.end)
 
 
 WRONG = [
@@ -225,9 +224,9 @@ def test_a_question_costs_what_is_remembered_however_long_the_context(sequence, 
 
 class AsksForEveryCell(BlockMemory):
     def _shared(self, index, run, names):
-        for cell in range(run[0] // CELL_BLOCKS, -(-run[1] // CELL_BLOCKS)):
-            part = max(run[0], cell * CELL_BLOCKS), min(run[1], (cell + 1) * CELL_BLOCKS)
-            yield from super()._shared(index, part, names)
+        starts = range(run[0], run[1], CELL_BLOCKS)
+        asked = [super(AsksForEveryCell, self)._shared(index, (start, start + 1), names) for start in starts]
+        return [part for parts in asked for part in parts]
 
 
 def test_a_question_to_every_cell_is_noticed():
