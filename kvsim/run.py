@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -185,11 +184,11 @@ def _names(segments: Segments, _index: int, run: Run) -> tuple[StreamId, ...]:
     """The stream of each block: `kvcore.memory.NamesOf` of one sequence."""
     names: tuple[StreamId, ...] = ()
     start, end = run
-    for stream, _, segment_end in islice(segments, bisect_right(segments, start, key=_START) - 1, None):
+    at = bisect_right(segments, start, key=_START) - 1
+    while start < end:
+        stream, _, segment_end = segments[at]
         names += (stream,) * (min(segment_end, end) - start)
-        if segment_end >= end:
-            break
-        start = segment_end
+        start, at = segment_end, at + 1
     return names
 
 
