@@ -1,18 +1,16 @@
 """Blocks of the simulated pool in run form: who is where under which lease, and in which order they may be evicted."""
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+from kvcore import runs as runs_of
+from kvcore.eviction.runs import Candidate, Lineage, Piece
 from kvcore.hints import Pin
-from kvcore.types import GroupId, Runs, Segments, StreamId
-
-Lineage: TypeAlias = tuple[GroupId, StreamId]
-
-Piece: TypeAlias = tuple[Lineage, int, int]
-"""Blocks [start, end) of a sequence, which one lineage names."""
+from kvcore.types import GroupId, Run, Runs, Segments
 
 
 class Mark(NamedTuple):
@@ -109,29 +107,35 @@ class Extents:
         """Those of the pin that there are, in the order in which they go."""
         return [(pin, priority) for priority in sorted(rank[1] for rank in self._queues if rank[0] is pin)]
 
-    def pop_expired(self, rank: Rank, now_ns: int) -> tuple[Lineage, int, int] | None:
-        """The first of the rank in line whose lease has expired: (lineage, start, end). It stays where it is."""
+    def pop_expired(self, rank: Rank, now_ns: int) -> Candidate | None:
+        """The first of the rank in line whose lease has expired. It stays where it is."""
         queue = self._queues[rank]
         while queue and queue[0][0] <= now_ns:
             key = heappop(queue)
             self._num_queued -= 1
             if self._is_live(key, rank):
-                _, _, negative_end, start, lineage = key
-                return lineage, start, -negative_end
+                return key[1:]
         return None
 
     def audit(self) -> None:
-        """Extents are disjoint, counted, and each is in the queue of its rank."""
-        queued = {(rank, key) for rank, queue in self._queues.items() for key in queue}
+        """Extents are disjoint, counted, and all of each is in the queue of its rank."""
+        queued: defaultdict[tuple[Rank, Lineage, int], list[Run]] = defaultdict(list)
+        for rank, (grant, negative_end, start, lineage) in self._queued():
+            queued[rank, lineage, grant].append((start, -negative_end))
         for lineage, extents in self._of.items():
             assert extents, lineage
             assert all(left.end <= right.start for left, right in pairwise(extents)), lineage
             for extent in extents:
-                rank = rank_of(extent.mark)
                 assert extent.start < extent.end, (lineage, extent)
-                assert rank is None or (rank, _eviction_key(lineage, extent)) in queued, (lineage, extent)
+                if (own := rank_of(extent.mark)) is not None:
+                    waiting = runs_of.normalize(queued[own, lineage, extent.grant])
+                    assert not runs_of.subtract((extent[:2],), waiting), (lineage, extent)
         assert sum(map(len, self._of.values())) == self._num_extents
         assert sum(map(len, self._queues.values())) == self._num_queued
+
+    def _queued(self) -> Iterator[tuple[Rank, Candidate]]:
+        """Entries of the queues that are not stale."""
+        return ((rank, key[1:]) for rank, queue in self._queues.items() for key in queue if self._is_live(key, rank))
 
     def _is_live(self, key: EvictionKey, rank: Rank) -> bool:
         lease_ns, grant, negative_end, start, lineage = key

@@ -5,13 +5,19 @@ from functools import lru_cache
 
 from kvcore.admission import Admission, AdmitAll, AdmitCheaper, AdmitSecondTouch
 from kvcore.costs import Costs
+from kvcore.eviction.leaf_first import LeafFirstRuns
+from kvcore.eviction.lru import LruRuns
+from kvcore.eviction.runs import RunPolicy
+from kvcore.eviction.session_aware import SessionAwareRuns
 from kvcore.loading import LoadAlways, LoadCheaper, Loading, LoadInTime
 from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy
 from kvcore.units import NS_PER_MS, NS_PER_S, div_ceil
 from kvsim.clock import PS_PER_NS, PS_PER_US
 from kvsim.cost.roofline import Roofline
+from kvsim.policy_pool import PolicyPool
 from kvsim.scenario import LinkConfig, PoolConfig, Scenario
+from kvsim.store import MooncakePool, SoftPins
 
 
 def make_planner(scenario: Scenario, pool: PoolConfig) -> Planner:
@@ -29,6 +35,20 @@ def make_policy(scenario: Scenario, pool: PoolConfig, link: LinkConfig) -> PoolP
         admission=_ADMISSIONS[pool.admission](planner, costs),
         loading=_LOADINGS[pool.loading](costs, pool),
     )
+
+
+def make_store(scenario: Scenario, pool: PoolConfig) -> MooncakePool:
+    """An empty pool; `mooncake` is the master's own eviction, the others are what if."""
+    shape = (
+        scenario.pool_capacity_bytes,
+        (scenario.block_bytes,),
+        pool.lease_ttl_ms * NS_PER_MS,
+        pool.eviction_high_watermark_ratio,
+        pool.eviction_ratio,
+        SoftPins.GO_LAST if pool.allow_evict_soft_pinned_objects else SoftPins.STAY,
+    )
+    policy = _EVICTIONS[pool.eviction]
+    return MooncakePool(*shape) if policy is None else PolicyPool(*shape, policy())
 
 
 def make_costs(scenario: Scenario, link: LinkConfig) -> Costs:
@@ -57,6 +77,12 @@ def _load_in_time(costs: Costs, pool: PoolConfig) -> Loading:
 _REMEMBERED = 1 << 16
 """Step times: of prompts of many lengths, all chunks but the last are the same."""
 
+_EVICTIONS: Mapping[str, Callable[[], RunPolicy] | None] = {
+    "mooncake": None,
+    "lru": LruRuns,
+    "leaf_first": LeafFirstRuns,
+    "session_aware": SessionAwareRuns,
+}
 _ADMISSIONS: Mapping[str, Callable[[Planner, Costs], Admission]] = {
     "all": lambda _planner, _costs: AdmitAll(),
     "second_touch": lambda _planner, _costs: AdmitSecondTouch(),

@@ -23,13 +23,13 @@ from kvsim.events import EventLog
 from kvsim.instance import Instance
 from kvsim.link import FairLink
 from kvsim.pool_client import Path, PoolClient
-from kvsim.pool_policy import make_planner, make_policy
+from kvsim.pool_policy import make_planner, make_policy, make_store
 from kvsim.routers import make_router
 from kvsim.scenario import LinkConfig, PoolConfig, Scenario
 from kvsim.scheduler import Limits, Scheduler
 from kvsim.sequence import Sequence
 from kvsim.sessions import Sessions
-from kvsim.store import MooncakePool, SoftPins
+from kvsim.store import MooncakePool
 from kvsim.workload.trace import Trace
 
 _START = itemgetter(1)
@@ -196,14 +196,7 @@ def _shared_pool(scenario: Scenario, clock: Clock, trace: Trace) -> SharedPool |
     pool, link = scenario.pool, scenario.link
     if pool is None or link is None:
         return None
-    store = MooncakePool(
-        scenario.pool_capacity_bytes,
-        (scenario.block_bytes,),
-        pool.lease_ttl_ms * NS_PER_MS,
-        pool.eviction_high_watermark_ratio,
-        pool.eviction_ratio,
-        SoftPins.GO_LAST if pool.allow_evict_soft_pinned_objects else SoftPins.STAY,
-    )
+    store = make_store(scenario, pool)
     planner, policy = make_planner(scenario, pool), make_policy(scenario, pool, link)
     instances = range(scenario.cluster.instances)
     paths = tuple(_path(pool, link, scenario.block_bytes, clock) for _ in instances)

@@ -118,6 +118,7 @@ class EngineConfig(Table):
     """Share of the blocks kept free when a waiting request is admitted; vLLM's KVCacheManager(watermark=0.0)."""
 
 
+EVICTIONS = ("mooncake", "lru", "leaf_first", "session_aware")
 ADMISSIONS = ("all", "second_touch", "cheaper")
 LOADINGS = ("always", "cheaper", "in_time")
 """Policies of the pool by name; see docs/POLICIES.md."""
@@ -157,6 +158,8 @@ class PoolConfig(Table):
     """`default_kv_lease_ttl`: an object found by a lookup is not evicted for this long."""
     eviction_high_watermark_ratio: PositiveRatio = 0.9
     eviction_ratio: PositiveRatio = 0.05
+    eviction: str = "mooncake"
+    """Which of the objects that may go goes first: as in the master, or, what if, another one."""
     retention_interval: Annotated[Retention, PlainValidator(_retention)] = None
     """Tokens between the boundaries that a writer of a sparse group keeps, of all groups or of each; "all" keeps every
     boundary, 0 the replay boundary only. A group of full attention always keeps all blocks."""
@@ -173,6 +176,11 @@ class PoolConfig(Table):
     """Which hits are loaded: all, those `cheaper` to fetch than to compute, or also those that are there `in_time`."""
     load_budget_ms: Annotated[Count | None, Field(validate_default=True)] = None
     """What a load may take and be in time, alone on its link."""
+
+    @field_validator("eviction")
+    @classmethod
+    def _known_eviction(cls, name: str) -> str:
+        return _one_of(name, [*EVICTIONS])
 
     @field_validator("admission")
     @classmethod

@@ -17,7 +17,8 @@ it pinned into ordinary cache (0.3.13 can only rewrite an object, with SoftPinAc
 Where the master leaves the order to chance, this store decides: leases that expire at one instant go in the order they
 were granted, and inside one grant from the tail of the sequence to its head, so that what stays is a usable prefix.
 Other differences: the master's eviction thread looks every 10 ms, here it acts between two calls; a put takes its
-space when it is complete, not when it starts (a writer calls `put` when its bytes have arrived).
+space when it is complete, not when it starts (a writer calls `put` when its bytes have arrived). What other orders of
+eviction would do is in `kvsim.policy_pool`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,10 +28,11 @@ from fractions import Fraction
 from heapq import heappop, heappush
 
 from kvcore import runs as runs_of
+from kvcore.eviction.runs import Lineage, Piece
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.types import GroupId, Run, Runs, Segments
 from kvcore.units import NS_PER_S
-from kvsim.extents import Extent, Extents, Lineage, Mark, Piece, merged, pieces
+from kvsim.extents import Extent, Extents, Mark, merged, pieces
 
 DEFAULT_SOFT_PIN_TTL_NS = 1_800 * NS_PER_S
 """`default_kv_soft_pin_ttl` of the master."""
@@ -141,7 +143,7 @@ class MooncakePool:
         if self._free_bytes() < num_absent * size_bytes:
             absent, rejected = _split(absent, self._free_bytes() // size_bytes)
             self.counters.rejected += runs_of.num_blocks(rejected)
-        self._insert(absent, self._mark(hints))
+        self._insert(group, segments, absent, self._mark(hints))
         # This ends at or below the watermark, whatever is leased: at worst what was just put goes again, unless pinned.
         while self.used_bytes > self._watermark_bytes and self._evict():
             pass
@@ -211,7 +213,7 @@ class MooncakePool:
                 found.append((first, last))
         return runs_of.normalize(found)
 
-    def _insert(self, absent: Sequence[Piece], mark: Mark | None) -> None:
+    def _insert(self, group: GroupId, segments: Segments, absent: Sequence[Piece], mark: Mark | None) -> None:
         for lineage, start, end in absent:
             self._extents.add(lineage, Extent(start, end, self._now_ns, self._grants, mark))
             if mark is not None and mark.pin is not Pin.NONE:
@@ -244,7 +246,8 @@ class MooncakePool:
         evicted = 0
         for rank in self._extents.ranks(pin):
             while evicted < goal and (found := self._extents.pop_expired(rank, self._now_ns)):
-                lineage, start, end = found
+                _, negative_end, start, lineage = found
+                end = -negative_end
                 count = min(goal - evicted, end - start)
                 self._extents.cut(lineage, end - count, end)
                 self._account(lineage, -count)

@@ -16,6 +16,9 @@ class Fifo(Generic[KeyT]):
     def __init__(self) -> None:
         self._keys: OrderedDict[KeyT, None] = OrderedDict()  # first in line first
 
+    def arrive(self, number: int) -> None:
+        """No matter."""
+
     def enter(self, key: KeyT, parent: KeyT | None) -> None:
         """Last in line."""
         self._keys[key] = None

@@ -3,7 +3,9 @@
 from heapq import heapify, heappop, heappush
 from typing import ClassVar, Generic
 
+from kvcore.eviction.lru import LruRuns
 from kvcore.eviction.policy import KeyT, Order
+from kvcore.eviction.runs import Reach
 
 
 class LeafFirst(Generic[KeyT]):
@@ -24,6 +26,9 @@ class LeafFirst(Generic[KeyT]):
         self._num_children: dict[KeyT, int] = {}  # held ones, also of keys that are not held
         self._used = 0
         self._heap: list[tuple[int, KeyT]] = []  # leaves by last use; those used or extended since are stale
+
+    def arrive(self, number: int) -> None:
+        """No matter: the order of uses says it."""
 
     def enter(self, key: KeyT, parent: KeyT | None) -> None:
         """One more child of its parent."""
@@ -66,3 +71,13 @@ class LeafFirst(Generic[KeyT]):
         if len(self._heap) > 4 * len(self._age) + 64:
             self._heap = [(age, leaf) for leaf, age in self._age.items() if leaf not in self._num_children]
             heapify(self._heap)
+
+
+class LeafFirstRuns(LruRuns):
+    """`LeafFirst` on runs, without a tree: LRU in which a use of a block is one of the held blocks before it.
+
+    A prefix is then younger than what extends it, so the oldest run ends in a leaf. It is the one `LeafFirst` takes: a
+    prefix that it has kept for its leaves alone is the next to go in both.
+    """
+
+    reach: ClassVar[Reach] = Reach.PREFIX

@@ -1,9 +1,11 @@
 """Least recently used (Denning, "The working set model for program behavior", CACM 1968)."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import ClassVar, Generic
 
 from kvcore.eviction.policy import KeyT, Order
+from kvcore.eviction.runs import AgeLine, Line, Piece, Reach
 
 
 class Lru(Generic[KeyT]):
@@ -15,6 +17,9 @@ class Lru(Generic[KeyT]):
 
     def __init__(self) -> None:
         self._keys: OrderedDict[KeyT, None] = OrderedDict()  # oldest first
+
+    def arrive(self, number: int) -> None:
+        """No matter: the order of uses says it."""
 
     def enter(self, key: KeyT, parent: KeyT | None) -> None:
         """Youngest."""
@@ -31,3 +36,22 @@ class Lru(Generic[KeyT]):
     def leave(self, key: KeyT) -> None:
         """Out of the order."""
         del self._keys[key]
+
+
+class LruRuns:
+    """`Lru` on runs: age is all there is to know."""
+
+    reach: ClassVar[Reach] = Reach.BLOCK
+
+    def arrive(self, call: int) -> None:
+        """The tier counts."""
+
+    def use(self, pieces: Sequence[Piece]) -> None:
+        """The tier knows."""
+
+    def touch(self, pieces: Sequence[Piece]) -> None:
+        """The tier knows."""
+
+    def line(self) -> Line:
+        """By age."""
+        return AgeLine()

@@ -25,6 +25,9 @@ class OracleOpt(Generic[KeyT]):
         self._heap: list[int] = []  # negated next uses; those of keys that left or were used since are stale
         self._next_of: dict[KeyT, int] = {}
 
+    def arrive(self, number: int) -> None:
+        """Known before."""
+
     def enter(self, key: KeyT, parent: KeyT | None) -> None:
         """Its next use is known from now on."""
         self.use(key)

@@ -21,6 +21,9 @@ class EvictionPolicy(Protocol[KeyT]):
 
     order: ClassVar[Order]
 
+    def arrive(self, number: int) -> None:
+        """A request comes, the one of that number; what is told until the next one is of this one."""
+
     def enter(self, key: KeyT, parent: KeyT | None) -> None:
         """A key that was not held now is; `parent` is the block before it in its sequence, held or not."""
 
@@ -37,13 +40,14 @@ class EvictionPolicy(Protocol[KeyT]):
 class BoundedCache(Generic[KeyT]):
     """Keys under a capacity. A request is looked up as one contiguous prefix before any of its blocks is used."""
 
-    __slots__ = ("_held", "_policy", "capacity_blocks")
+    __slots__ = ("_held", "_num_requests", "_policy", "capacity_blocks")
 
     def __init__(self, capacity_blocks: int, policy: EvictionPolicy[KeyT]) -> None:
         require(capacity_blocks >= 0, "capacity_blocks", capacity_blocks, "at least 0")
         self.capacity_blocks = capacity_blocks
         self._policy = policy
         self._held: set[KeyT] = set()
+        self._num_requests = 0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -59,6 +63,8 @@ class BoundedCache(Generic[KeyT]):
         hit_blocks = local_blocks
         while hit_blocks < len(keys) and keys[hit_blocks] in self._held:
             hit_blocks += 1
+        self._num_requests += 1
+        self._policy.arrive(self._num_requests)
         used = range(local_blocks, len(keys))
         for block in used if self._policy.order is Order.ROOT_FIRST else reversed(used):
             self._touch(keys[block], keys[block - 1] if block else None)

@@ -163,6 +163,9 @@ class LeafFirstByDefinition:
         self.uses = []
         self.held = set()
 
+    def arrive(self, number):
+        pass
+
     def enter(self, key, parent):
         assert parent == (key[:-1] or None)
         self.held.add(key)
@@ -211,30 +214,36 @@ class SessionAwareByDefinition:
     order = Order.LEAF_FIRST
 
     def __init__(self):
-        self.uses = []  # (key, turn)
+        self.uses = []  # (key, turn, request)
         self.held = set()
+        self.now = 0
+
+    def arrive(self, number):
+        assert number == self.now + 1
+        self.now = number
 
     def enter(self, key, parent):
         self.held.add(key)
         self.use(key)
 
     def use(self, key):
-        self.uses.append((key, min(sum(key == used for used, _ in self.uses), MAX_TURN - 1)))
+        turn = min(sum(key == used for used, _, _ in self.uses), MAX_TURN - 1)
+        self.uses.append((key, turn, self.now))
 
     def leave(self, key):
         self.held.remove(key)
 
     def worth(self, key):
-        last = {used: (now, turn) for now, (used, turn) in enumerate(self.uses, 1)}
-        used_at, turn = last[key]
+        last = {used: (number, turn, at) for number, (used, turn, at) in enumerate(self.uses)}
+        number, turn, used_at = last[key]
         waits = []
-        for now, (used, of_turn) in enumerate(self.uses, 1):
-            later = [at for at, (other, _) in enumerate(self.uses, 1) if other == used and at > now]
+        for index, (used, of_turn, at) in enumerate(self.uses):
+            later = [back for other, _, back in self.uses[index + 1 :] if other == used]
             if of_turn == turn and later:
-                waits.append(later[0] - now)
-        chance = Fraction(len(waits) + 1, sum(of_turn == turn for _, of_turn in self.uses) + 2)
+                waits.append(later[0] - at)
+        chance = Fraction(len(waits) + 1, sum(of_turn == turn for _, of_turn, _ in self.uses) + 2)
         mean_wait = Fraction(sum(waits) + 1, len(waits) + 1)
-        return chance / (mean_wait + len(self.uses) - used_at), turn, used_at
+        return chance / (mean_wait + self.now - used_at), turn, number
 
     def evict(self):
         gone = min(self.held, key=self.worth)
@@ -316,6 +325,9 @@ class Clock:
 
     def __init__(self):
         self.used = OrderedDict()
+
+    def arrive(self, number):
+        pass
 
     def enter(self, key, parent):
         self.used[key] = False

@@ -130,6 +130,11 @@ def test_audit_notices_a_lost_byte():
         store.audit()
 
 
+def contents(store):
+    """Names of all blocks, as `BlockPool` has them."""
+    return {(*lineage, block) for lineage, extent in store._extents for block in range(extent.start, extent.end)}
+
+
 # --- the oracle: one object per block ---
 
 
@@ -167,9 +172,13 @@ class BlockPool:
         free = self.capacity - len(self.objects)
         for name in absent[:free]:
             self.objects[name] = (now, self.grant, now)
+        self.entered(group, segments, absent[:free])
         while len(self.objects) > self.capacity * self.watermark and self.evict():
             pass
         return runs_of.from_blocks(block for _, _, block in absent[free:])
+
+    def entered(self, group, segments, names):
+        """For pools that have more to remember."""
 
     def remove(self, group, segments, runs, now):
         self.tick(now)
