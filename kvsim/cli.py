@@ -278,7 +278,6 @@ def run_to_end(simulation: "Simulation", as_json: bool) -> None:
 
     from kvsim.events import TooLong
 
-    gc.set_threshold(100_000, 50, 50)  # a simulation makes many small objects, and next to no cycles
     try:
         with progress(simulation) if sys.stderr.isatty() and not as_json else nullcontext():
             simulation.run()

@@ -1,5 +1,7 @@
 """What a pool is for: on an agentic workload it raises the hit rate and lowers the time to the first token."""
 
+import gc
+
 import pytest
 
 from kvsim.cli import DEMO
@@ -71,6 +73,32 @@ def test_a_slow_link_costs_time_and_no_tokens():
     fast = finished_run(WITH, SMALL)
     assert measure(slow.log, 1).ttft_s.p50 > measure(fast.log, 1).ttft_s.p50
     assert measure(slow.log, 1).requests_completed == 17 * 6
+
+
+def unreachable_after(run):
+    """How many objects only refer to each other once `run` has returned."""
+    gc.collect()
+    gc.disable()
+    try:
+        run()
+        return gc.collect()
+    finally:
+        gc.enable()
+
+
+def test_a_run_leaves_nothing_to_the_garbage_collector():
+    """So it may be off meanwhile: the memory of a long run is what is alive."""
+    scenario = load(WITH, SMALL)
+    assert unreachable_after(simulation(scenario, trace_of(scenario)).run) == 0
+    assert gc.isenabled()
+
+
+def test_what_refers_to_itself_is_left_to_the_garbage_collector():
+    def run():
+        cycle = []
+        cycle.append(cycle)
+
+    assert unreachable_after(run) == 1
 
 
 def test_a_run_is_repeatable():
