@@ -10,27 +10,14 @@ from dataclasses import dataclass
 import pytest
 
 from kvcore.engine.model import Side
-from kvcore.spec import ChunkedLocal, FullAttention, Recurrent, SlidingWindow
+from kvcore.spec import Recurrent
 from tests.differential.random_models import random_model, random_presence
 from tests.differential.test_differences import exact_hit_len
-from tests.kvcore.attention_oracle import Chunked, Full, State, Window
+from tests.kvcore.attention_oracle import attention_of
 
 pytestmark = pytest.mark.slow
 
 NUM_MODELS, PATTERNS = 4_000, 5  # 20,000 cases
-
-
-def attention_of(spec):
-    match spec:
-        case SlidingWindow():
-            return Window(spec.window, spec.extra_retained_tokens)
-        case ChunkedLocal():
-            return Chunked(spec.chunk)
-        case Recurrent():
-            return State()
-        case FullAttention():
-            return Full()
-    return None
 
 
 @dataclass(frozen=True)

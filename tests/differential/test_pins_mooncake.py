@@ -8,6 +8,7 @@ from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.runs import num_blocks
 from kvcore.types import GroupId, StreamId
 from kvsim.store import MooncakePool, SoftPins
+from tests.differential.mooncake_master import client_of_master
 
 BLOCK_BYTES = 64 << 10
 CAPACITY = 2_048
@@ -63,24 +64,8 @@ def check(kept, hints):
 @pytest.mark.store
 @pytest.mark.parametrize("name", MARKED)
 def test_pins_hold_like_a_real_masters(tmp_path, name):
-    from mooncake.store import MooncakeDistributedStore
-
-    from tests.e2e.processes import Master
-
-    flags = [
-        "--default_kv_lease_ttl=1",
-        f"--eviction_high_watermark_ratio={WATERMARK}",
-        f"--eviction_ratio={RATIO}",
-    ]
-    master = Master(tmp_path, flags)
-    client = MooncakeDistributedStore()
-    try:
-        size_bytes = CAPACITY * BLOCK_BYTES
-        assert client.setup("127.0.0.1", "P2PHANDSHAKE", size_bytes, 16 << 20, "tcp", "", master.address) == 0
+    with client_of_master(tmp_path, CAPACITY * BLOCK_BYTES, 1, WATERMARK, RATIO) as client:
         kept = master_kept(client, name, MARKED[name])
-    finally:
-        client.close()
-        master.kill()
     check(kept, MARKED[name])
     check(twin_kept(MARKED[name]), MARKED[name])
 

@@ -7,6 +7,7 @@ import pytest
 from kvcore.runs import num_blocks
 from kvcore.types import GroupId, StreamId
 from kvsim.store import MooncakePool
+from tests.differential.mooncake_master import client_of_master
 
 BLOCK_BYTES = 16 << 10
 CAPACITY = 8_192
@@ -32,20 +33,7 @@ def twin_presence():
 
 def master_presence(folder):
     """The same script against mooncake_master and one client on loopback."""
-    from mooncake.store import MooncakeDistributedStore
-
-    from tests.e2e.processes import Master
-
-    flags = [
-        "--default_kv_lease_ttl=60000",
-        f"--eviction_high_watermark_ratio={WATERMARK}",
-        f"--eviction_ratio={RATIO}",
-    ]
-    master = Master(folder, flags)
-    client = MooncakeDistributedStore()
-    try:
-        size_bytes = CAPACITY * BLOCK_BYTES
-        assert client.setup("127.0.0.1", "P2PHANDSHAKE", size_bytes, 16 << 20, "tcp", "", master.address) == 0
+    with client_of_master(folder, CAPACITY * BLOCK_BYTES, 60_000, WATERMARK, RATIO) as client:
         value = bytes(BLOCK_BYTES)
         keys = [f"object-{name}" for name in range(AFTER)]
         assert all(client.put(key, value) == 0 for key in keys[:BEFORE])
@@ -53,9 +41,6 @@ def master_presence(folder):
         assert all(client.put(key, value) == 0 for key in keys[BEFORE:])
         time.sleep(0.2)  # its eviction thread looks every 10 ms
         return [found == 1 for found in client.batch_is_exist(keys)]
-    finally:
-        client.close()
-        master.kill()
 
 
 def check(presence):

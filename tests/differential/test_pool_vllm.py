@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.kvcore.block_reference import identities, random_program
+from tests.kvcore.block_reference import BlockMatch, identities, random_program
 from tests.kvcore.test_pool import AnonymousLast, CachedFirst, HeadFirst, NewestCopy, RunPool
 
 pytestmark = pytest.mark.engine
@@ -21,19 +21,6 @@ def block_hash(identity):
 def identity_of(block):
     """What `block_hash` and vLLM's four bytes of group id made a hash of; None for a block without one."""
     return block.block_hash and tuple(int(part) for part in block.block_hash[:-4].split(b":"))
-
-
-@dataclass
-class Match:
-    blocks: list
-
-    @property
-    def num_blocks(self):
-        return len(self.blocks)
-
-    @property
-    def num_free(self):
-        return sum(block.ref_cnt == 0 for block in self.blocks)
 
 
 @dataclass
@@ -87,7 +74,7 @@ class VllmPool:
             hashes, limit, [0], self.pool, self.spec, drop_eagle_block=False, alignment_tokens=BLOCK_SIZE
         )
         assert hit_len == len(blocks) * BLOCK_SIZE
-        return Match(blocks)
+        return BlockMatch(blocks)
 
     def hold(self, match):
         request_id = next(self.request_ids)

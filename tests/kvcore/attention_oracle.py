@@ -176,7 +176,7 @@ def attention_of(spec):
             return State()
         case FullAttention():
             return Full()
-    return spec.attention
+    return getattr(spec, "attention", None)
 
 
 # -- wrong specs: each must be told apart -----------------------------------------------------------------------------

@@ -1,0 +1,25 @@
+"""A real mooncake_master, and one client that gives it all the memory it has, on loopback."""
+
+from contextlib import contextmanager
+
+from tests.e2e.processes import Master
+
+
+@contextmanager
+def client_of_master(folder, size_bytes, lease_ms, watermark, ratio):
+    """The client, of a master with these flags; both are gone afterwards."""
+    from mooncake.store import MooncakeDistributedStore
+
+    flags = [
+        f"--default_kv_lease_ttl={lease_ms}",
+        f"--eviction_high_watermark_ratio={watermark}",
+        f"--eviction_ratio={ratio}",
+    ]
+    master = Master(folder, flags)
+    client = MooncakeDistributedStore()
+    try:
+        assert client.setup("127.0.0.1", "P2PHANDSHAKE", size_bytes, 16 << 20, "tcp", "", master.address) == 0
+        yield client
+    finally:
+        client.close()
+        master.kill()
