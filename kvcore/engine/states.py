@@ -26,7 +26,6 @@ class StateTable:
         "_left",
         "_length",
         "_num_cached",
-        "_num_retired",
         "_size",
         "_tail_block",
         "_writer",
@@ -42,7 +41,6 @@ class StateTable:
         self._length = 0
         self._left: set[int] = set()
         self._num_cached = 0
-        self._num_retired = 0
         self._is_placed = False
         self._tail_block: int | None = None
         self._checkpoint: tuple[int, int] | None = None
@@ -78,11 +76,9 @@ class StateTable:
 
     def _retire(self, settled_len: int) -> None:
         """Blocks before the settled state are given up. They keep their keys until the pool takes them."""
-        last = min((settled_len - 1) // self._size, self._length)
-        if self._num_retired < last:
-            for index in [index for index in self._blocks if self._num_retired <= index < last]:
-                self._left |= self._blocks.pop(index)
-            self._num_retired = last
+        last = (settled_len - 1) // self._size
+        for index in [index for index in self._blocks if index < last]:
+            self._left |= self._blocks.pop(index)
 
     def _admit(self) -> None:
         """The state of a hit, in a block of others; a loaded one, in a new block."""
@@ -102,8 +98,7 @@ class StateTable:
         """Blocks for the state at the end of the chunk, block `end` - 1, and for the drafts behind it."""
         num_drafts, before = self._writer.num_draft_states, self._length
         first_placed = end - 1 - (self._checkpoint is not None)
-        if before < end - 1:
-            self._length = max(before, first_placed)
+        self._length = max(before, first_placed)
         if self._is_placed:
             self._relocate_drafts(range(before - num_drafts, min(before, first_placed)))
         self._split_tail()

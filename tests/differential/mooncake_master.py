@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from tests.e2e.processes import Master
+from testbed.processes import Master
 
 
 @contextmanager

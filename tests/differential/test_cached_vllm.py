@@ -14,9 +14,9 @@ from kvcore.engine.hit import Found, find
 from kvcore.engine.masks import cached_len
 from kvcore.engine.model import EngineModel, Side
 from kvcore.engine.writer import Admission, Step, Writer
-from kvcore.spec import Recurrent, SlidingWindow
+from kvcore.spec import FullAttention, ModelSpec, Recurrent, SlidingWindow
 from kvcore.units import align_down
-from tests.differential.random_models import presence_of, subjects
+from tests.differential.random_models import as_told, presence_of, subjects
 from tests.differential.vllm_cache import Prompt, VllmCache, chunk_end
 from tests.differential.vllm_models import engine_of
 
@@ -204,6 +204,34 @@ def test_keys_and_hits_equal_vllm_s():
             seen.add(frozenset(ours))
     assert num_sequences >= 20_000
     assert len(hits) > 60 and len(seen) > 20_000, "few different answers: the sequences are dull"
+
+
+CHUNKED = ModelSpec((FullAttention(8), Recurrent(4), SlidingWindow(4, 2)), frozenset({2}), hash_unit=1)
+SPLIT = ModelSpec((FullAttention(8), Recurrent(8)), hash_unit=2, hit_unit=2)
+SELDOM = {
+    "a prompt's state takes the block of a checkpoint": (
+        (CHUNKED, {"checkpoint_step": 2}, Prompt(0, 17), [Step(0, 17, 17), Step(17, 19, 17, 1)]),
+        {16},
+    ),
+    "a checkpoint waits for the end of what is computed again": (
+        (SPLIT, {"checkpoint_step": 2, "retention": 0}, Prompt(0, 13), [Step(0, 13, 30)]),
+        set(),
+    ),
+}
+"""A sequence, and the lengths of the states that it enters."""
+
+
+@pytest.mark.parametrize("name", SELDOM)
+def test_keys_equal_vllm_s_where_random_sequences_seldom_come(name):
+    (model, settings, prompt, steps), states_entered = SELDOM[name]
+    writer = Writer(engine_of(as_told(model), Side.GPU), **settings)
+    cache = VllmCache(as_told(model), writer, num_blocks=100)
+    running = Running(prompt, cache.request(prompt, "r"), CachedSequence(writer, Admission(prompt.num_tokens)))
+    for step in steps:
+        running.ours.compute(step)
+        cache.compute(running.request, step)
+        assert running.keys(model) == cache.entries()
+    assert set(lengths_of(running.ours.entries[1], model.groups[1].block_size)) == states_entered
 
 
 def differs(num_models=600):
