@@ -3,7 +3,8 @@
 All are linear in the number of runs, never in the number of blocks.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
 from kvcore.types import Run, Runs
 
@@ -87,3 +88,10 @@ def subtract(left: Runs, right: Runs) -> Runs:
         if start < end:
             rest.append((start, end))
     return tuple(rest)
+
+
+def overlap(parts: Sequence[tuple[int, int, *tuple[object, ...]]], start: int, end: int) -> tuple[int, int]:
+    """Indices [first, last) of the parts (start, end, ...), sorted and disjoint, that hold a block of [start, end)."""
+    first = bisect_left(parts, (start,))
+    last = bisect_left(parts, (end,), first)
+    return first - (first > 0 and parts[first - 1][1] > start), last

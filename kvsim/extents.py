@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 from kvcore import runs as runs_of
 from kvcore.eviction.runs import Candidate, Lineage, Piece
 from kvcore.hints import Pin
+from kvcore.runs import overlap
 from kvcore.types import GroupId, Run, Runs, Segments
 
 
@@ -62,7 +63,7 @@ class Extents:
     def overlapping(self, lineage: Lineage, start: int, end: int) -> list[Extent]:
         """Those that hold a block of [start, end)."""
         extents = self._of.get(lineage)
-        return extents[slice(*_overlap(extents, start, end))] if extents else []
+        return extents[slice(*overlap(extents, start, end))] if extents else []
 
     def add(self, lineage: Lineage, extent: Extent) -> None:
         """Blocks that nothing holds now."""
@@ -76,7 +77,7 @@ class Extents:
         extents = self._of.get(lineage)
         if not extents:
             return []
-        first, last = _overlap(extents, start, end)
+        first, last = overlap(extents, start, end)
         cut = extents[first:last]
         if not cut:
             return []
@@ -206,10 +207,3 @@ def _halves(extent: Extent, block: int) -> tuple[Extent, Extent]:
 
 def _eviction_key(lineage: Lineage, extent: Extent) -> EvictionKey:
     return (extent.lease_ns, extent.grant, -extent.end, extent.start, lineage)
-
-
-def _overlap(extents: list[Extent], start: int, end: int) -> tuple[int, int]:
-    """Indices [first, last) of the extents that hold a block of [start, end)."""
-    first = bisect_left(extents, (start,))
-    last = bisect_left(extents, (end,), first)
-    return first - (first > 0 and extents[first - 1].end > start), last

@@ -7,6 +7,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeAlias
 
 from kvcore.eviction.policy import KeyT, Order
 from kvcore.eviction.runs import AgeLine, Candidate, Line, Lineage, Piece, Reach
+from kvcore.runs import overlap
 
 MAX_TURN = 16
 """Blocks of later turns are taken for ones of this turn."""
@@ -155,7 +156,7 @@ class SessionAwareRuns:
     def turns_in(self, lineage: Lineage, start: int, end: int) -> Iterator[_Part]:
         """The parts of [start, end); what was forgotten is in the first turn."""
         notes = self._notes.get(lineage, [])
-        about = notes[slice(*_overlap(notes, start, end))]
+        about = notes[slice(*overlap(notes, start, end))]
         return _with_gaps([(max(start, note.start), min(end, note.end), note.turn) for note in about], start, end)
 
     def _note(self, lineage: Lineage, parts: Sequence[_Part]) -> None:
@@ -165,8 +166,10 @@ class SessionAwareRuns:
             if fresh and fresh[-1][1:3] == (start, turn):
                 start = fresh.pop().start
             fresh.append(_Note(start, end, turn, self._now))
+        if not fresh:
+            return
         notes = self._notes.setdefault(lineage, [])
-        index = bisect_left(notes, fresh[0]) if fresh else 0
+        index = bisect_left(notes, fresh[0])
         notes[index:index] = fresh
         self._notes.move_to_end(lineage)
         if len(self._notes) > self._memory_lineages:
@@ -175,7 +178,7 @@ class SessionAwareRuns:
     def _cut(self, lineage: Lineage, start: int, end: int) -> list[_Note]:
         """Take what is noted of [start, end) out."""
         notes = self._notes.get(lineage, [])
-        first, last = _overlap(notes, start, end)
+        first, last = overlap(notes, start, end)
         cut = notes[first:last]
         outside = []
         if cut and cut[0].start < start:
@@ -222,10 +225,3 @@ def _with_gaps(parts: Sequence[_Part], start: int, end: int) -> Iterator[_Part]:
         start = last
     if start < end:
         yield start, end, 0
-
-
-def _overlap(notes: Sequence[_Note], start: int, end: int) -> tuple[int, int]:
-    """Indices [first, last) of the notes about a block of [start, end)."""
-    first = bisect_left(notes, (start,))
-    last = bisect_left(notes, (end,), first)
-    return first - (first > 0 and notes[first - 1].end > start), last
