@@ -13,8 +13,8 @@ from kvconnector.store import MooncakeStore
 from kvcore.keys import namespace_digest
 from kvcore.ports import StoreOutcome
 from kvcore.units import NS_PER_MS, NS_PER_S
+from testbed.processes import Master, SegmentOwner
 from tests.contract.store_contract import StoreContract, StoreUnderTest, content
-from tests.e2e.processes import Master, SegmentOwner
 
 pytestmark = pytest.mark.store
 

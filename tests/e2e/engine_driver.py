@@ -1,68 +1,39 @@
-"""One real engine in this process, driven by JSON lines: a command on stdin, its answer on stdout, until stdin ends.
+"""The testbed's driver with what only tests need: faults on order, aborts and resets at any time, what was decided."""
 
-The first line is the engine's configuration: {"model", "connector": null | {"name", "module", "extra"}, "options",
-"forced"}; what is forced is set after vLLM's platform has had its say, by section and name of its configuration.
-A command is {"op": NAME, ...} with NAME one of `COMMANDS`; the answer is {"ok": ...} or {"error": traceback}.
-"""
-
-import json
-import os
 import random
-import sys
 import time
-import traceback
 
-ANSWERS = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # whatever the engine prints goes to stderr
-sys.setswitchinterval(0.0002)  # before vLLM: else its loop starves the transfer threads
+from testbed.driver import Driver, greedy, serve
 
 
-class Driver:
+class FaultyDriver(Driver):
+    COMMANDS = (
+        *Driver.COMMANDS,
+        "abort_storm",
+        "abort_while_loading",
+        "begin_load",
+        "finish",
+        "reset_under_requests",
+        "free_blocks",
+        "break_gets",
+        "break_puts",
+        "take_gets",
+        "outcomes",
+        "metrics",
+        "sleep",
+        "decisions",
+    )
+
     def __init__(self, config):
-        from vllm import LLM
-
-        force(config.get("forced", {}))
-        arguments = {
-            "model": config["model"],
-            "enforce_eager": True,
-            "skip_tokenizer_init": True,
-            "kv_cache_memory_bytes": 64 << 20,
-            "block_size": 32,
-            "max_model_len": 2048,
-            "dtype": "float32",
-            "disable_log_stats": False,
-            **config.get("options", {}),
-        }
-        connector = config.get("connector")
-        if connector:
-            arguments["kv_transfer_config"] = {
-                "kv_connector": connector["name"],
-                "kv_connector_module_path": connector.get("module"),
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": connector.get("extra", {}),
-            }
-        self.llm = LLM(**arguments)
-        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        self.computed, self.num_preemptions = {}, 0
-        self._count_computed_tokens()
+        super().__init__(config)
+        self.num_preemptions = 0
         self._count_preemptions()
         self.gets, self.faults = [], {}
         self.decided = []
-        if connector and connector["name"] == "KVTwinConnector":
+        if (config.get("connector") or {}).get("name") == "KVTwinConnector":
             self._intercept("get", self.gets)
             self._intercept("put", [])
             self.scheduler.connector._scheduler.on_closed = self._record_decisions
-
-    def _count_computed_tokens(self):
-        schedule = self.scheduler.schedule
-
-        def counted(*args, **kwargs):
-            output = schedule(*args, **kwargs)
-            for request_id, tokens in output.num_scheduled_tokens.items():
-                self.computed[request_id] = self.computed.get(request_id, 0) + tokens
-            return output
-
-        self.scheduler.schedule = counted
 
     def _count_preemptions(self):
         preempt = self.scheduler._preempt_request
@@ -116,17 +87,10 @@ class Driver:
         return list(self.gets)
 
     def generate(self, prompts, max_tokens):
-        """Greedy tokens per prompt (lists of token ids), and for the batch: wall time, tokens computed, hits."""
-        self.computed.clear()
-        num_preemptions, start = self.num_preemptions, time.perf_counter()
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(max_tokens), use_tqdm=False)
-        return {
-            "wall_s": time.perf_counter() - start,
-            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-            "cached": [output.num_cached_tokens for output in outputs],
-            "computed": sum(self.computed.values()),
-            "preemptions": self.num_preemptions - num_preemptions,
-        }
+        """With the preemptions that the batch cost."""
+        before = self.num_preemptions
+        answer = super().generate(prompts, max_tokens)
+        return answer | {"preemptions": self.num_preemptions - before}
 
     def _record_decisions(self, request, machine):
         made = machine.decisions
@@ -203,10 +167,6 @@ class Driver:
             outputs |= {output.request_id: output for output in self.llm.llm_engine.step() if output.finished}
         return [list(outputs[request_id].outputs[0].token_ids) for request_id in request_ids]
 
-    def reset_local(self, connector=False):
-        """Forget the engine's own prefix cache; unless `connector`, it goes on with what the store has."""
-        return self.llm.reset_prefix_cache(reset_connector=connector)
-
     def reset_under_requests(self, prompts, max_tokens, after_steps, quiet):
         """Take the blocks of all running requests away; whether that worked, and the tokens.
 
@@ -249,31 +209,8 @@ class Driver:
         """Blocks of the engine's pool that are free."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def settle(self, patience_s=50):
-        """Step until every job has been reported; the seconds it took."""
-        start = time.perf_counter()
-        while self.scheduler.has_requests():
-            assert time.perf_counter() - start < patience_s, "jobs are never reported"
-            self.llm.llm_engine.step()
-        return time.perf_counter() - start
-
     def sleep(self, seconds):
         time.sleep(seconds)
-
-
-def force(sections):
-    """Settings that vLLM's CPU platform overrides, though the engine can do them."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config.__func__
-
-    def check_and_force(platform, config):
-        check(platform, config)
-        for section, settings in sections.items():
-            for name, value in settings.items():
-                setattr(getattr(config, section), name, value)
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_force)
 
 
 def name_of(sample):
@@ -281,55 +218,5 @@ def name_of(sample):
     return f"{sample.name.removeprefix('vllm:kvtwin_')}{{{','.join(own)}}}"
 
 
-def greedy(max_tokens):
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-
-
-COMMANDS = (
-    "abort_storm",
-    "abort_while_loading",
-    "begin_load",
-    "finish",
-    "generate",
-    "reset_local",
-    "reset_under_requests",
-    "free_blocks",
-    "break_gets",
-    "break_puts",
-    "take_gets",
-    "outcomes",
-    "metrics",
-    "settle",
-    "sleep",
-    "decisions",
-)
-
-
-def answer(value):
-    ANSWERS.write(json.dumps(value) + "\n")
-    ANSWERS.flush()
-
-
-def main():
-    commands = iter(sys.stdin.readline, "")
-    try:
-        driver = Driver(json.loads(next(commands)))
-    except BaseException:
-        answer({"error": traceback.format_exc()})
-        raise
-    answer({"ok": "started"})
-    for line in commands:
-        command = json.loads(line)
-        name = command.pop("op")
-        try:
-            assert name in COMMANDS, name
-            answer({"ok": getattr(driver, name)(**command)})
-        except Exception:
-            answer({"error": traceback.format_exc()})
-    os._exit(0)  # the engine's own shutdown is not what the tests time
-
-
 if __name__ == "__main__":
-    main()
+    serve(FaultyDriver)

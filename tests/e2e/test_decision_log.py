@@ -7,9 +7,9 @@ import time
 import pytest
 
 from kvsim.workload.load import load_trace
+from testbed.tiny_model import write_tiny_model
 from tests.e2e.conftest import CONNECTOR
 from tests.e2e.processes import Engine
-from tests.e2e.tiny_model import write_tiny_model
 from tests.kvconnector.test_record import shared_blocks
 from tests.kvsim.command import document
 

@@ -4,9 +4,10 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import CONNECTOR, LOOKUP_DEADLINE_S, Pool
+from testbed.pool import Pool
+from testbed.tiny_model import write_tiny_model
+from tests.e2e.conftest import CONNECTOR, LOOKUP_DEADLINE_S
 from tests.e2e.processes import Engine
-from tests.e2e.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
 

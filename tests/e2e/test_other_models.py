@@ -2,9 +2,9 @@
 
 import pytest
 
+from testbed.tiny_model import write_tiny_model
 from tests.e2e.conftest import CONNECTOR
 from tests.e2e.processes import Engine
-from tests.e2e.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
 

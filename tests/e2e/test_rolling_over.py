@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.e2e.conftest import CONNECTOR, Pool
+from testbed.pool import Pool
+from testbed.tiny_model import write_tiny_model
+from tests.e2e.conftest import CONNECTOR
 from tests.e2e.processes import Engine
 from tests.e2e.test_pool_hits import overwrite_with_noise
-from tests.e2e.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.e2e.conftest import CONNECTOR, Pool
+from testbed.pool import Pool
+from testbed.tiny_model import write_tiny_model
+from tests.e2e.conftest import CONNECTOR
 from tests.e2e.processes import Engine
-from tests.e2e.tiny_model import write_tiny_model
 from tests.seam.fleet import Served, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
