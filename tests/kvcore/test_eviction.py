@@ -15,7 +15,7 @@ from kvcore.eviction.leaf_first import LeafFirst
 from kvcore.eviction.lru import Lru
 from kvcore.eviction.opt import OracleOpt
 from kvcore.eviction.policy import BoundedCache, Order
-from kvcore.eviction.session_aware import MAX_TURN, SessionAware
+from kvcore.eviction.session_aware import MAX_TURN, SessionAware, SessionAwareRuns
 
 uses = st.lists(st.integers(0, 5), max_size=30)
 
@@ -316,6 +316,28 @@ def test_what_it_remembers_of_evicted_blocks_is_bounded():
     for name in range(50):
         cache.request([name])
     assert len(policy._gone) == 5
+
+
+def test_in_runs_it_remembers_the_lineages_used_last():
+    policy = SessionAwareRuns(memory_lineages=5)
+    for name in range(50):
+        policy.arrive(name)
+        policy.use([((0, 0), 0, 3), ((0, name), 5, 9)])
+    assert [*policy._notes] == [(0, name) for name in (46, 47, 48, 0, 49)]
+    assert [*policy.turns_in((0, 0), 2, 7)] == [(2, 3, MAX_TURN - 1), (3, 5, 0), (5, 7, 0)]
+    assert [*policy.turns_in((0, 7), 5, 9)] == [(5, 9, 0)], "forgotten"
+
+
+def test_in_runs_stretches_of_one_turn_become_one():
+    policy = SessionAwareRuns()
+    for call, (start, end) in enumerate([(0, 4), (4, 8), (8, 20)]):
+        policy.arrive(call)
+        policy.use([((0, 1), start, end)])
+    policy.arrive(3)
+    policy.touch([((0, 1), 0, 20)])
+    assert len(policy._notes[0, 1]) == 1
+    policy.use([((0, 1), 6, 10)])
+    assert [*policy.turns_in((0, 1), 0, 20)] == [(0, 6, 0), (6, 10, 1), (10, 20, 0)]
 
 
 class Clock:

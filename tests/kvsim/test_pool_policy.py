@@ -3,6 +3,9 @@
 import pytest
 
 from kvcore.admission import AdmitAll, AdmitCheaper, AdmitSecondTouch
+from kvcore.eviction.leaf_first import LeafFirstRuns
+from kvcore.eviction.lru import LruRuns
+from kvcore.eviction.session_aware import SessionAwareRuns
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.loading import LoadAlways, LoadCheaper, LoadInTime
 from kvsim.cli import DEMO
@@ -12,8 +15,9 @@ from kvsim.invariants import check
 from kvsim.metrics import measure
 from kvsim.pool_policy import make_costs, make_planner, make_policy
 from kvsim.run import decisions_digest, simulation
-from kvsim.scenario import ADMISSIONS, LOADINGS, load
+from kvsim.scenario import ADMISSIONS, EVICTIONS, LOADINGS, load
 from kvsim.sessions import Sessions
+from kvsim.store import MooncakePool
 from kvsim.toml import InvalidToml
 from kvsim.workload.source import trace_of
 
@@ -49,6 +53,9 @@ def test_a_scenario_names_its_policies():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (["pool.eviction=session"], "pool.eviction = 'session': expected a known name; did you mean session_aware?"),
+        (["pool.eviction=0"], "pool.eviction = 0: expected a valid string"),
+        (["pool.eviction=x"], "pool.eviction = 'x': expected one of mooncake, lru, leaf_first, session_aware"),
         (["pool.admission=second"], "pool.admission = 'second': expected a known name; did you mean second_touch?"),
         (["pool.loading=cheap"], "pool.loading = 'cheap': expected a known name; did you mean cheaper?"),
         (["pool.loading=in_time"], 'pool.load_budget_ms: expected a number of milliseconds with pool.loading'),
@@ -111,6 +118,21 @@ def test_second_touch_stores_less_and_hits_less_without_affinity():
     plain, second = finished_run(), finished_run("pool.admission=second_touch")
     assert 0 < second.pool.store.counters.put < plain.pool.store.counters.put
     assert measure(second.log, 1).hit_rate < measure(plain.log, 1).hit_rate
+
+
+def test_a_scenario_names_who_leaves_a_full_pool():
+    small = "pool.segment_bytes_per_instance=5e9"
+    plain, *others = (finished_run(small, f"pool.eviction={name}") for name in EVICTIONS)
+    assert type(plain.pool.store) is MooncakePool and plain.pool.store.counters.evicted > 0
+    policies = [type(done.pool.store._policy) for done in others]
+    assert policies == [LruRuns, LeafFirstRuns, SessionAwareRuns]
+    assert decisions_digest(finished_run(small).decisions()) == decisions_digest(plain.decisions())
+    assert len({decisions_digest(done.decisions()) for done in (plain, *others)}) == 4
+
+
+def test_who_leaves_first_is_nothing_while_there_is_room():
+    roomy = {decisions_digest(finished_run(f"pool.eviction={name}").decisions()) for name in EVICTIONS}
+    assert len(roomy) == 1
 
 
 def test_what_a_session_pins_is_kept_until_it_ends():
