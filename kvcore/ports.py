@@ -16,6 +16,7 @@ class StoreOutcome(Enum):
     MISSING = "missing"
     NO_SPACE = "no_space"
     BAD_LENGTH = "bad_length"
+    BAD_CONTENT = "bad_content"
     TIMEOUT = "timeout"
     UNAVAILABLE = "unavailable"
 
@@ -46,7 +47,10 @@ class KVStore(Protocol[BufferT]):
         """OK for each key that a `get` would find now, else MISSING or why it is not known."""
 
     def get(self, keys: Sequence[BlockKey], buffers: Sequence[BufferT], deadline_ns: int) -> list[StoreOutcome]:
-        """Fill each buffer with its key's bytes; BAD_LENGTH when the stored length differs from the buffer's."""
+        """Fill each buffer with its key's bytes; BAD_LENGTH when the stored length differs from the buffer's.
+
+        BAD_CONTENT, where content is verified, when the bytes are not what was put under this key.
+        """
 
     def put(self, keys: Sequence[BlockKey], buffers: Sequence[BufferT], deadline_ns: int) -> list[StoreOutcome]:
         """Store each buffer's bytes; OK also when the key was there already (its bytes stay)."""

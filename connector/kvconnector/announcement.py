@@ -11,8 +11,9 @@ def announcement(config: ConnectorConfig, keys: KeySpace, model: ModelSpec, hash
     """`hashes` names the algorithm and the seed of the engine's block hashes."""
     return (
         f"kvtwin: {config.role.value}: {_use(config)} {_pool(config)}; shared with every engine in namespace "
-        f"{keys.namespace or '(none)'} of key format {config.key_format.value}: {_groups(model.groups)}, hashed every "
-        f"{keys.hash_block_size} tokens by {hashes}, one shard for each of {keys.num_ranks} rank(s)"
+        f"{keys.namespace or '(none)'} of key format {config.key_format.value}, integrity {config.integrity.value}: "
+        f"{_groups(model.groups)}, hashed every {keys.hash_block_size} tokens by {hashes}, "
+        f"one shard for each of {keys.num_ranks} rank(s)"
     )
 
 

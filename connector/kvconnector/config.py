@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from kvcore.errors import InvalidArgument, require
 from kvcore.plans import PoolPolicy
@@ -43,6 +44,10 @@ _SHARDED_STORE = (
     "leave this one out: objects that engines of different tensor parallel sizes share are not supported, and those "
     "that MooncakeStoreConnector made with it are not found"
 )
+
+MIN_SECRET_BYTES = 16
+
+EnumT = TypeVar("EnumT", bound=Enum)
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 _POWER_OF_1024 = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -80,6 +85,14 @@ class KeyNames(Enum):
     VLLM = "vllm"
 
 
+class Integrity(Enum):
+    """What is verified of a loaded object beside its length: nothing, or its content, against whom."""
+
+    NONE = "none"
+    CHECKSUM = "checksum"
+    KEYED = "keyed"
+
+
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
     """How to join the Mooncake store; the names and meanings are Mooncake's.
@@ -110,7 +123,8 @@ class ConnectorConfig:
     weights in the key namespace (empty: the model's path and revision); `namespace` adds fields to it. Where the key
     format is vLLM's, `cache_prefix` is all that can be added. An engine that neither loads nor stores lends memory.
     Stores in flight pin at most `max_storing_share` of the engine's blocks. `record` is where the decision log goes
-    (empty: none), `record_key` a secret that makes its ids.
+    (empty: none), `record_key` a secret that makes its ids. Where `integrity` is keyed, `integrity_secret` is what all
+    engines that share know.
     """
 
     pool: PoolConfig
@@ -127,6 +141,8 @@ class ConnectorConfig:
     namespace: Mapping[str, str] = field(default_factory=dict)
     key_format: KeyNames = KeyNames.KVTWIN
     cache_prefix: str = ""
+    integrity: Integrity = Integrity.NONE
+    integrity_secret: bytes = field(default=b"", repr=False)
     record: str = ""
     record_key: str = field(default="", repr=False)
 
@@ -138,7 +154,8 @@ def read_config(
 
     Raises InvalidArgument naming the key, its value, what was expected and, for an unknown key, its near neighbours.
     """
-    source = _Source(extra, os.environ if environment is None else environment)
+    environment = os.environ if environment is None else environment
+    source = _Source(extra, environment)
     pool = PoolConfig(
         master_server_address=source.text("master_server_address", ""),
         metadata_server=source.text("metadata_server", "P2PHANDSHAKE"),
@@ -150,13 +167,13 @@ def read_config(
         tenant_id=source.text("tenant_id", "default"),
         rpc_timeout_ms=source.count("rpc_timeout_ms", 5_000, at_least=1),
     )
-    role = _role(kv_role)
+    role = _choice(Role, "kv_role", kv_role)
     config = ConnectorConfig(
         pool=pool,
         role=role,
         loads=source.flag("loads", default=role.loads),
         stores=source.flag("stores", default=role.stores),
-        on_load_failure=_load_failure(source.text("on_load_failure", LoadFailure.RECOMPUTE.value)),
+        on_load_failure=source.choice("on_load_failure", LoadFailure.RECOMPUTE),
         lookup_deadline_ms=source.count("lookup_deadline_ms", LOOKUP_DEADLINE_MS, at_least=1),
         load_deadline_ms=source.count("load_deadline_ms", 10_000, at_least=1),
         store_deadline_ms=source.count("store_deadline_ms", 30_000, at_least=1),
@@ -164,13 +181,16 @@ def read_config(
         max_storing_share=source.share("max_storing_share", 0.25),
         model_id=source.text("model_id", ""),
         namespace=source.texts("namespace"),
-        key_format=_key_format(source.text("key_format", KeyNames.KVTWIN.value)),
+        key_format=source.choice("key_format", KeyNames.KVTWIN),
         cache_prefix=source.text("cache_prefix", ""),
+        integrity=source.choice("integrity", Integrity.NONE),
+        integrity_secret=_secret(source.text("integrity_secret", ""), environment),
         record=source.text("record", ""),
         record_key=source.text("record_key", ""),
     )
     source.refuse_unknown()
     _require_place_in_keys(config)
+    _require_secret(config)
     require(
         pool.master_server_address,
         "master_server_address",
@@ -194,6 +214,9 @@ class _Source:
         value = self._value(key, default)
         require(isinstance(value, str), key, value, "a string")
         return str(value)
+
+    def choice(self, key: str, default: EnumT) -> EnumT:
+        return _choice(type(default), key, self._value(key, default.value))
 
     def flag(self, key: str, *, default: bool) -> bool:
         value = self._value(key, default)
@@ -259,19 +282,34 @@ def _read_file(path: str | None) -> Mapping[str, object]:
     return content
 
 
-def _load_failure(name: str) -> LoadFailure:
+def _secret(where: str, environment: Mapping[str, str]) -> bytes:
+    """What is at `where`, without white space around it; empty for an empty `where`."""
+    kind, _, name = where.partition(":")
+    if not where:
+        return b""
+    if kind == "env":
+        require(name in environment, "integrity_secret", where, "an environment variable that is set")
+        return environment[name].strip().encode()
+    if kind != "file":
+        # It may be the secret itself.
+        raise InvalidArgument("integrity_secret", "(not shown)", '"file:PATH" or "env:VARIABLE", never the secret')
     try:
-        return LoadFailure(name)
-    except ValueError:
-        known = ", ".join(each.value for each in LoadFailure)
-        raise InvalidArgument("on_load_failure", name, f"one of {known}") from None
+        return Path(name).read_bytes().strip()
+    except OSError as error:
+        raise InvalidArgument("integrity_secret", where, f"a readable file ({error})") from error
 
 
-def _key_format(name: str) -> KeyNames:
-    try:
-        return KeyNames(name)
-    except ValueError:
-        raise InvalidArgument("key_format", name, f"one of {', '.join(known.value for known in KeyNames)}") from None
+def _require_secret(config: ConnectorConfig) -> None:
+    """Whoever can guess the secret can make objects."""
+    size_bytes = len(config.integrity_secret)
+    if config.integrity is Integrity.KEYED:
+        expected = (
+            f'"file:PATH" or "env:VARIABLE" with a secret of {MIN_SECRET_BYTES} bytes or more, for integrity "keyed"'
+        )
+        require(size_bytes >= MIN_SECRET_BYTES, "integrity_secret", f"{size_bytes} bytes", expected)
+    else:
+        expected = 'nothing but with integrity "keyed"'
+        require(not size_bytes, "integrity_secret", f"{size_bytes} bytes", expected)
 
 
 def _require_place_in_keys(config: ConnectorConfig) -> None:
@@ -280,13 +318,15 @@ def _require_place_in_keys(config: ConnectorConfig) -> None:
         fix = 'nothing, as keys of key_format "vllm" have no place for it: set cache_prefix'
         require(not config.model_id, "model_id", config.model_id, fix)
         require(not config.namespace, "namespace", dict(config.namespace), fix)
+        unsealed = '"none" with key_format "vllm", whose objects have no place for a trailer, or key_format "kvtwin"'
+        require(config.integrity is Integrity.NONE, "integrity", config.integrity.value, unsealed)
     else:
         fix = 'nothing but with key_format "vllm": set namespace'
         require(not config.cache_prefix, "cache_prefix", config.cache_prefix, fix)
 
 
-def _role(kv_role: str | None) -> Role:
+def _choice(kinds: type[EnumT], key: str, value: object) -> EnumT:
     try:
-        return Role(kv_role)
+        return kinds(value)
     except ValueError:
-        raise InvalidArgument("kv_role", kv_role, f"one of {', '.join(role.value for role in Role)}") from None
+        raise InvalidArgument(key, value, f"one of {', '.join(str(kind.value) for kind in kinds)}") from None

@@ -18,6 +18,7 @@ from kvconnector.metrics import AWAY, Numbers
 from kvconnector.plugin import register
 from kvconnector.record import Origin, Recorder
 from kvconnector.scheduler import KeySpace, SchedulerHalf
+from kvconnector.seal import Seal, SealedStore, require_final_blocks, seal_of
 from kvconnector.stats import PromMetrics, Stats
 from kvconnector.store import MooncakeStore
 from kvconnector.transfer import LookupThread
@@ -75,7 +76,9 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         clock = MonotonicClock()
         pool = _joining(config.pool)
         model = describe_model(vllm_config, kv_cache_config)
-        names = _key_format(config, model, vllm_config, kv_cache_config)
+        require_final_blocks(config.integrity, model)
+        seal = seal_of(config)
+        names = _key_format(config, seal, model, vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self._store = MooncakeStore(pool.lookup_only(), clock, text=names.text)
             self._lookups = LookupThread(self._store, clock)
@@ -92,7 +95,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.record = self._recorder.record
         else:
             self._store = MooncakeStore(pool, clock, text=names.text)
-            self._worker = WorkerHalf(config, self._store, clock, rank_of(vllm_config), model, names.layouts)
+            store = self._store if seal is None else SealedStore(self._store, seal)
+            self._worker = WorkerHalf(config, store, clock, rank_of(vllm_config), model, names.layouts)
             self._stop, self._take_numbers = self._worker.close, self._worker.take_numbers
         self._store.join(clock.now_ns() + JOIN_PATIENCE_NS)
 
@@ -238,7 +242,9 @@ def _policy(config: ConnectorConfig, num_gpu_blocks: int) -> PoolPolicy:
     )
 
 
-def _key_format(config: ConnectorConfig, model: ModelSpec, vllm_config: Any, kv_cache_config: Any) -> KeyFormat:
+def _key_format(
+    config: ConnectorConfig, seal: Seal | None, model: ModelSpec, vllm_config: Any, kv_cache_config: Any
+) -> KeyFormat:
     if config.key_format is KeyNames.VLLM:
         require_in_tree(model)
         places = in_tree_places(vllm_config, kv_cache_config)
@@ -248,6 +254,8 @@ def _key_format(config: ConnectorConfig, model: ModelSpec, vllm_config: Any, kv_
     fields = namespace_fields(vllm_config, kv_cache_config)
     if config.model_id:
         fields |= {"model": config.model_id, "revision": None}
+    if seal is not None:
+        fields["integrity"] = seal.identity
     fields["user"] = [[name, value] for name, value in sorted(config.namespace.items())]
     namespace = namespace_digest(fields)
     logger.debug("kvtwin: namespace %s is made of %s", namespace, fields)

@@ -1,25 +1,29 @@
 """The worker half: knows where blocks lie, starts jobs, and reports each that ended exactly once."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from kvconnector.config import ConnectorConfig
+from kvconnector.config import ConnectorConfig, Integrity
 from kvconnector.jobs import Ended, LoadJob, StoreJob
 from kvconnector.keys import LayoutsOf
 from kvconnector.layout import CacheView, GroupLayout, group_layouts
 from kvconnector.metadata import StepMetadata, WorkerReport
 from kvconnector.metrics import WAITING, Numbers, Operation, Series, Tally
+from kvconnector.seal import SealedStore
 from kvconnector.store import MooncakeStore, Pieces
 from kvconnector.transfer import TransferThread
 from kvconnector.vllm_compat import KVConnectorTransferResults
-from kvcore.errors import InvalidArgument
-from kvcore.keys import BlockKey
+from kvcore.errors import InvalidArgument, require
+from kvcore.keys import BlockKey, format_key
 from kvcore.ports import Clock, StoreOutcome
 from kvcore.spec import ModelSpec
 from kvcore.types import GroupId
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
 
 
 class WorkerHalf:
@@ -35,13 +39,14 @@ class WorkerHalf:
     def __init__(
         self,
         config: ConnectorConfig,
-        store: MooncakeStore,
+        store: MooncakeStore | SealedStore,
         clock: Clock,
         rank: int,
         model: ModelSpec,
         layouts: LayoutsOf = group_layouts,
     ) -> None:
         self._store = store
+        self._integrity = config.integrity
         self._layouts_of = layouts
         self._loads_in_part = model.loads_in_part
         self._rank = rank
@@ -63,9 +68,10 @@ class WorkerHalf:
         views = {layer: [_view(layer, tensor) for tensor in _tensors(cache)] for layer, cache in kv_caches.items()}
         self._layouts = self._layouts_of(views, groups, kv_cache_config.num_blocks)
         tensors = [tensor for cache in kv_caches.values() for tensor in _tensors(cache)]
+        self._device = tensors[0].device
+        self._require_readable()
         for address, size_bytes in {_storage(tensor) for tensor in tensors}:
             self._store.register(address, size_bytes)
-        self._device = tensors[0].device
 
     def start_load_kv(self, metadata: StepMetadata) -> None:
         """Start the step's loads; none is needed by the step itself."""
@@ -111,10 +117,28 @@ class WorkerHalf:
         return all([self._loads.close(), self._stores.close()])
 
     def _get(self, job: LoadJob, deadline_ns: int) -> Sequence[StoreOutcome]:
-        return self._store.get(*self._addressed(job), deadline_ns)
+        keys, buffers = self._addressed(job)
+        outcomes = self._store.get(keys, buffers, deadline_ns)
+        if self._integrity is not Integrity.NONE and _REFUSED & set(outcomes):
+            self._give_up(
+                [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in _REFUSED], deadline_ns
+            )
+        return outcomes
+
+    def _give_up(self, keys: Sequence[BlockKey], deadline_ns: int) -> None:
+        """Refused objects are removed: as long as one is there, the block that is computed instead is not stored."""
+        logger.warning(
+            "%d objects are not what was stored under their keys, such as %s", len(keys), format_key(keys[0])
+        )
+        self._store.remove(keys, deadline_ns)
 
     def _put(self, job: StoreJob, deadline_ns: int) -> Sequence[StoreOutcome]:
         return self._store.put(*self._addressed(job), deadline_ns)
+
+    def _require_readable(self) -> None:
+        where = f'"none" with a KV cache on {self._device.type}: content is verified in memory of the host alone'
+        readable = self._integrity is Integrity.NONE or self._device.type == "cpu"
+        require(readable, "integrity", self._integrity.value, where)
 
     def _count(
         self, operation: Operation, job: LoadJob | StoreJob, outcomes: Sequence[StoreOutcome], took_ns: int
@@ -134,6 +158,9 @@ class WorkerHalf:
             keys.append(BlockKey(job.namespace, group, self._rank, block_hash))
             buffers.append(self._layouts[group].locate(block_id))
         return keys, buffers
+
+
+_REFUSED = {StoreOutcome.BAD_LENGTH, StoreOutcome.BAD_CONTENT}
 
 
 def _tensors(cache: Any) -> Sequence[torch.Tensor]:

@@ -25,8 +25,9 @@ def line(role="kv_both", namespace="abc", unit=16, ranks=2, groups=(FULL, WINDOW
 def test_the_line_says_it_all():
     assert line(protocol="rdma", device_name="mlx5_0") == (
         "kvtwin: kv_both: loads from and stores to the pool of store:50051 over rdma on mlx5_0, tenant default; "
-        "shared with every engine in namespace abc of key format kvtwin: 2 x FullAttention in blocks of 32 tokens, "
-        "1 x SlidingWindow in blocks of 16 tokens, hashed every 16 tokens by sha256, one shard for each of 2 rank(s)"
+        "shared with every engine in namespace abc of key format kvtwin, integrity none: "
+        "2 x FullAttention in blocks of 32 tokens, 1 x SlidingWindow in blocks of 16 tokens, "
+        "hashed every 16 tokens by sha256, one shard for each of 2 rank(s)"
     )
 
 
@@ -35,7 +36,7 @@ def test_the_line_says_it_all():
     [
         {"role": "kv_producer"}, {"role": "kv_consumer"}, {"namespace": "abd"}, {"unit": 32}, {"ranks": 1},
         {"groups": (FULL,)}, {"hashes": "xxhash"}, {"master_server_address": "other:50051"}, {"protocol": "rdma"},
-        {"tenant_id": "other"}, {"key_format": "vllm"}, {"loads": False}, {"stores": False},
+        {"tenant_id": "other"}, {"key_format": "vllm"}, {"integrity": "checksum"}, {"loads": False}, {"stores": False},
     ],
     ids=str,
 )  # fmt: skip

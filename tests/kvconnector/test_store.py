@@ -16,7 +16,7 @@ from kvcore.keys import BlockHash, BlockKey, Namespace
 from kvcore.ports import StoreOutcome
 from tests.kvconnector.test_transfer import HandClock
 
-OK, MISSING, NO_SPACE, BAD_LENGTH, TIMEOUT, UNAVAILABLE = StoreOutcome
+OK, MISSING, NO_SPACE, BAD_LENGTH, _, TIMEOUT, UNAVAILABLE = StoreOutcome
 SOON_NS = 1 << 60
 KEY = BlockKey(Namespace("n"), 0, 0, BlockHash(b"\x01"))
 
