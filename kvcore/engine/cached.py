@@ -56,7 +56,7 @@ class BlockTable:
         self.entries = Entries()
 
     def place(self, step: Step) -> None:
-        """Give up the blocks that nobody reads any more."""
+        """Give up the blocks that are neither read nor retained any more."""
         spec = self._writer.engine.specs[self._group]
         self._first_held = max(self._first_held, spec.needed_blocks(step.settled_len)[0])
 
