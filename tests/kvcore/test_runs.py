@@ -47,3 +47,12 @@ def test_touching_runs_become_one():
     assert runs.normalize([(4, 6), (0, 2), (2, 4), (9, 9), (8, 7)]) == ((0, 6),)
     assert not is_canonical(((0, 2), (2, 4)))
     assert not is_canonical(((3, 3),))
+
+
+@given(st.sets(st.integers(0, 40), max_size=12), st.integers(0, 40), st.integers(1, 10))
+def test_overlap_finds_the_parts_that_hold_a_block_of_a_range(cuts, start, size):
+    """Parts that touch or leave gaps, with something behind their range."""
+    parts = [(left, right, "what") for left, right in pairwise(sorted(cuts)) if left % 3]
+    first, last = runs.overlap(parts, start, start + size)
+    assert parts[first:last] == [part for part in parts if part[0] < start + size and start < part[1]]
+    assert runs.overlap([], start, start + size) == (0, 0)
