@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from kvconnector.config import ConnectorConfig, LoadFailure, PoolConfig, read_config
+from kvconnector.config import ConnectorConfig, Integrity, LoadFailure, PoolConfig, read_config
 
 from kvcore.errors import InvalidArgument
 
@@ -52,7 +52,7 @@ def test_sizes(text, size_bytes):
     ("extra", "message"),
     [
         ({"lookup_deadline": 50}, "did you mean lookup_deadline_ms"),
-        ({"zzz": 1}, "one of cache_prefix, device_name, global_segment_size"),
+        ({"zzz": 1}, "one of .*cache_prefix, .*device_name, global_segment_size"),
         ({"lookup_deadline_ms": "50"}, "integer >= 1"),
         ({"lookup_deadline_ms": 0}, "integer >= 1"),
         ({"offer_ttl_ms": True}, "integer >= 1"),
@@ -112,3 +112,48 @@ def test_a_failed_load_is_recomputed_unless_the_user_wants_an_error():
     assert read({"on_load_failure": "fail"}).on_load_failure is LoadFailure.FAIL
     with pytest.raises(InvalidArgument, match="one of recompute, fail"):
         read({"on_load_failure": "retry"})
+
+
+# -- integrity ---------------------------------------------------------------------------------------------------------
+
+SECRET = "a secret of sixteen bytes"
+
+
+def test_content_is_not_verified_unless_the_user_wants_it():
+    assert (read().integrity, read().integrity_secret) == (Integrity.NONE, b"")
+    assert read({"integrity": "checksum"}).integrity is Integrity.CHECKSUM
+
+
+def test_a_secret_is_read_from_a_file_or_a_variable_and_never_shown(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(SECRET + "\n")
+    for where in (f"file:{path}", "env:OUR_SECRET"):
+        config = read({"integrity": "keyed", "integrity_secret": where}, {"OUR_SECRET": f" {SECRET}"})
+        assert (config.integrity, config.integrity_secret) == (Integrity.KEYED, SECRET.encode())
+        assert SECRET not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"integrity": "sha256"}, "integrity.*one of none, checksum, keyed"),
+        ({"integrity": True}, "integrity.*one of none, checksum, keyed"),
+        ({"integrity": "keyed"}, "integrity_secret.*0 bytes.*16 bytes or more"),
+        ({"integrity": "keyed", "integrity_secret": "env:SHORT"}, "integrity_secret.*5 bytes.*16 bytes or more"),
+        ({"integrity": "keyed", "integrity_secret": "env:NONE"}, "integrity_secret.*env:NONE.*that is set"),
+        ({"integrity": "keyed", "integrity_secret": "file:/nowhere/at all"}, "integrity_secret.*a readable file"),
+        ({"integrity": "checksum", "integrity_secret": "env:OURS"}, 'integrity_secret.*with integrity "keyed"'),
+        ({"integrity_secret": "env:OURS"}, 'integrity_secret.*with integrity "keyed"'),
+        ({"integrity": "keyed", "integrity_secret": SECRET}, "integrity_secret.*not shown.*file:PATH"),
+        ({"integrity": "keyed", "integrity_secret": f"text:{SECRET}"}, "integrity_secret.*not shown.*file:PATH"),
+        ({"integrity": "checksum", "key_format": "vllm"}, 'integrity.*checksum.*key_format "vllm"'),
+        (
+            {"integrity": "keyed", "integrity_secret": "env:OURS", "key_format": "vllm"},
+            'integrity.*keyed.*key_format "vllm"',
+        ),
+    ],
+)
+def test_integrity_that_cannot_be_is_refused_with_the_fix_and_without_the_secret(extra, message):
+    with pytest.raises(InvalidArgument, match=message) as error:
+        read(extra, {"OURS": SECRET, "SHORT": "short"})
+    assert SECRET not in str(error.value)

@@ -3,14 +3,16 @@
 import ctypes
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kvconnector.config import ConnectorConfig, PoolConfig
+from kvconnector.config import ConnectorConfig, Integrity, PoolConfig
 from kvconnector.jobs import Ended, Entry, LoadJob, StoreJob
+from kvconnector.seal import SealedStore, seal_of
 
 from kvcore.errors import InvalidArgument
-from kvcore.keys import Namespace
+from kvcore.keys import BlockKey, Namespace
 from kvcore.memory_store import MemoryStore
 from kvcore.ports import StoreOutcome
 from kvcore.spec import FullAttention, ModelSpec, SlidingWindow
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.engine
 FULL = FullAttention(32)
 NUM_BLOCKS = 6
 N = Namespace("n")
+CONFIG = ConnectorConfig(PoolConfig("nowhere:1"))
 
 
 class AddressedStore:
@@ -53,24 +56,39 @@ class AddressedStore:
             outcomes.append(outcome)
         return outcomes
 
+    def exists(self, keys, deadline_ns):
+        return self.memory.exists(keys, deadline_ns)
+
+    def remove(self, keys, deadline_ns):
+        return self.memory.remove(keys, deadline_ns)
+
+    def raw(self, key):
+        """The object's bytes, as anybody sees them who can read the pool."""
+        return bytes(self.memory._objects[key])
+
+    def plant(self, key, data):
+        """What anybody can do who can write to the pool."""
+        assert self.memory.remove([key], 1 << 62) == [StoreOutcome.OK]
+        assert self.memory.put([key], [bytearray(data)], 1 << 62) == [StoreOutcome.OK]
+
     def _checked(self, pieces):
         for address, size in pieces:
             assert any(start <= address and address + size <= start + length for start, length in self.ranges)
         return pieces
 
 
-def make_worker(store, groups, rank=0, spec=FULL):
+def make_worker(store, groups, rank=0, spec=FULL, config=CONFIG):
     """A worker half with one layer per entry of `groups`: a list of layers, each a torch tensor or a list of them."""
     from kvconnector.worker import WorkerHalf
 
     caches = {f"{number}.{layer}": cache for number, group in enumerate(groups) for layer, cache in enumerate(group)}
     layer_names = [[f"{number}.{layer}" for layer in range(len(group))] for number, group in enumerate(groups)]
-    config = SimpleNamespace(
+    cache_config = SimpleNamespace(
         num_blocks=NUM_BLOCKS, kv_cache_groups=[SimpleNamespace(layer_names=names) for names in layer_names]
     )
     model = ModelSpec(tuple(spec for _ in groups))
-    worker = WorkerHalf(ConnectorConfig(PoolConfig("nowhere:1")), store, MonotonicClock(), rank, model)
-    worker.register_kv_caches(caches, config)
+    worker = WorkerHalf(config, store, MonotonicClock(), rank, model)
+    worker.register_kv_caches(caches, cache_config)
     return worker
 
 
@@ -110,8 +128,8 @@ def store():
 def workers(store):
     made = []
 
-    def make(*groups, rank=0, spec=FULL):
-        made.append(make_worker(store, groups, rank, spec))
+    def make(*groups, rank=0, spec=FULL, store=store, config=CONFIG):
+        made.append(make_worker(store, groups, rank, spec, config))
         return made[-1]
 
     yield make
@@ -209,12 +227,56 @@ def test_nothing_is_reported_while_a_byte_may_still_move(workers, store):
     assert sorted(ended) == [Ended(1, 1, (0,)), Ended(2, 1, ())]
 
 
+SECRET = b"a secret of sixteen bytes"
+SEALED = {
+    Integrity.CHECKSUM: replace(CONFIG, integrity=Integrity.CHECKSUM),
+    Integrity.KEYED: replace(CONFIG, integrity=Integrity.KEYED, integrity_secret=SECRET),
+}
+
+
+def flipped(value):
+    return bytes([value[0] ^ 1]) + value[1:]
+
+
+@pytest.mark.parametrize("integrity", Integrity)
+def test_a_damaged_object_is_refused_counted_and_removed_or_not_noticed(workers, store, integrity):
+    import torch
+
+    config = SEALED.get(integrity, CONFIG)
+    source, target = random_cache(2), random_cache(2)
+    sealed = store if integrity is Integrity.NONE else SealedStore(store, seal_of(config))
+    writer, reader = (workers([cache], store=sealed, config=config) for cache in (source, target))
+    step(writer, stores=[StoreJob(1, "a", N, entries((0, 0), (1, 1), (2, 2)))])
+    outcome(writer)
+    damaged, shortened = (BlockKey(N, 0, 0, b"h%d" % number) for number in (1, 2))
+    store.plant(damaged, flipped(store.raw(damaged)))
+    store.plant(shortened, store.raw(shortened)[1:])
+    step(reader, loads=[LoadJob(2, "b", N, entries((0, 3), (1, 4), (2, 5)))])
+    refused = {5} if integrity is Integrity.NONE else {4, 5}
+    assert outcome(reader) == ({"b"}, set(), refused, [Ended(2, 1, tuple(block - 3 for block in sorted(refused)))])
+    assert torch.equal(target[3], source[0])
+    counts = {name: count for name, count in reader.take_numbers({}).items() if name.startswith("keys_total")}
+    if integrity is Integrity.NONE:
+        assert counts == {"keys_total:load:ok": 2, "keys_total:load:bad_length": 1}
+        assert not torch.equal(target[4], source[1]), "the control: nobody verified it"
+        assert store.exists([damaged, shortened], 1 << 62) == [StoreOutcome.OK] * 2
+        return
+    assert counts == {"keys_total:load:ok": 1, "keys_total:load:bad_content": 1, "keys_total:load:bad_length": 1}
+    assert store.exists([damaged, shortened], 1 << 62) == [StoreOutcome.MISSING] * 2
+    # What is computed instead takes their place.
+    step(writer, stores=[StoreJob(3, "b", N, entries((1, 1), (2, 2)))])
+    outcome(writer)
+    step(reader, loads=[LoadJob(4, "c", N, entries((0, 3), (1, 4), (2, 5)))])
+    assert outcome(reader) == ({"c"}, set(), set(), [Ended(4, 1, ())])
+    assert torch.equal(target[3:], source[:3])
+
+
 def test_a_layer_without_cache_is_named(store):
     with pytest.raises(InvalidArgument, match="missing layer"):
         from kvconnector.worker import WorkerHalf
 
         model = ModelSpec((FULL,))
-        worker = WorkerHalf(ConnectorConfig(PoolConfig("nowhere:1")), store, MonotonicClock(), 0, model)
+        worker = WorkerHalf(CONFIG, store, MonotonicClock(), 0, model)
         groups = [SimpleNamespace(layer_names=["missing layer"])]
         try:
             worker.register_kv_caches({"a": random_cache(1)}, SimpleNamespace(num_blocks=6, kv_cache_groups=groups))
