@@ -110,7 +110,7 @@ class Extents:
 
     def pop_expired(self, rank: Rank, now_ns: int) -> Candidate | None:
         """The first of the rank in line whose lease has expired. It stays where it is."""
-        queue = self._queues[rank]
+        queue = self._queues.get(rank)
         while queue and queue[0][0] <= now_ns:
             key = heappop(queue)
             self._num_queued -= 1

@@ -159,7 +159,7 @@ class PoolConfig(Table):
     eviction_high_watermark_ratio: PositiveRatio = 0.9
     eviction_ratio: PositiveRatio = 0.05
     eviction: str = "mooncake"
-    """Which of the objects that may go goes first: as in the master, or, what if, another one."""
+    """Which of the objects that may go goes first: the one the master takes, or (what if) another policy's choice."""
     retention_interval: Annotated[Retention, PlainValidator(_retention)] = None
     """Tokens between the boundaries that a writer of a sparse group keeps, of all groups or of each; "all" keeps every
     boundary, 0 the replay boundary only. A group of full attention always keeps all blocks."""

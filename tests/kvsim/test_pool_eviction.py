@@ -12,7 +12,7 @@ from kvcore.eviction.leaf_first import LeafFirst, LeafFirstRuns
 from kvcore.eviction.lru import Lru, LruRuns
 from kvcore.eviction.runs import Reach
 from kvcore.eviction.session_aware import MAX_TURN, SessionAware, SessionAwareRuns
-from kvcore.hints import NO_HINTS
+from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.types import GroupId
 from kvsim.policy_pool import PolicyPool
 from kvsim.store import MooncakePool, SoftPins
@@ -104,6 +104,17 @@ def test_queues_do_not_grow_with_the_number_of_calls():
     store.audit()
     extents = store._extents
     assert sum(1 for _ in extents._queued()) <= 6 * extents._num_extents + 128
+
+
+def test_a_rank_that_is_empty_by_now_is_no_obstacle():
+    """Its queue goes when the queues are built anew, which may be while the ranks are gone through."""
+    store = small(LruRuns, 20)
+    store.put(G, sequence((7, 18)), ((0, 18),), 0, Hints(pin=Pin.HARD))
+    store.put(G, THIRD, ((0, 2),), 0, Hints(priority=1))
+    store.remove(G, THIRD, ((0, 2),), 0)
+    store._extents._num_offered = 10_000
+    assert put(store, LONG, 0, 5, 1) == 3
+    store.audit()
 
 
 # -- by definition: one object per block -------------------------------------------------------------------------------
