@@ -40,6 +40,15 @@ class AdmitNone:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmitLater:
+    """Nothing is stored for the time being: while writes are switched off. Unlike `AdmitNone` it is no role."""
+
+    def admit(self, blocks: GroupRuns, again: GroupRuns, sequence_len: int) -> GroupRuns:
+        """None of them now; all are in `again` when they are touched next."""
+        return ((),) * len(blocks)
+
+
+@dataclass(frozen=True, slots=True)
 class AdmitSecondTouch:
     """A block is stored when its engine has had it before ("cache on second hit").
 

@@ -72,7 +72,7 @@ def _by_position(_index: int, run: Run) -> range:
 
 @dataclass(slots=True)
 class KVRequest:
-    """The machine of one request of `num_prompt_tokens`.
+    """The machine of one request of `num_prompt_tokens`; its `policy` may be replaced between any two events.
 
     `experience` is shared by the requests of one engine, and `names_of` names this one's blocks in it; without them the
     request learns from itself alone.

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.scheduler import KeySpace
+from kvconnector.keys import KeySpace
 from kvcore.spec import GroupSpec, ModelSpec
 
 

@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
+from kvcore.breaker import Tolerance
 from kvcore.errors import InvalidArgument, require
 from kvcore.plans import PoolPolicy
 from kvcore.units import NS_PER_MS
@@ -124,7 +125,8 @@ class ConnectorConfig:
     format is vLLM's, `cache_prefix` is all that can be added. An engine that neither loads nor stores lends memory.
     Stores in flight pin at most `max_storing_share` of the engine's blocks. `record` is where the decision log goes
     (empty: none), `record_key` a secret that makes its ids. Where `integrity` is keyed, `integrity_secret` is what all
-    engines that share know.
+    engines that share know. `control_file` is what switches reads and writes at run time (empty: nothing), `breaker`
+    what is put up with before the pool is not asked any more.
     """
 
     pool: PoolConfig
@@ -145,6 +147,8 @@ class ConnectorConfig:
     integrity_secret: bytes = field(default=b"", repr=False)
     record: str = ""
     record_key: str = field(default="", repr=False)
+    control_file: str = ""
+    breaker: Tolerance = field(default_factory=Tolerance)
 
 
 def read_config(
@@ -168,13 +172,14 @@ def read_config(
         rpc_timeout_ms=source.count("rpc_timeout_ms", 5_000, at_least=1),
     )
     role = _choice(Role, "kv_role", kv_role)
+    lookup_deadline_ms = source.count("lookup_deadline_ms", LOOKUP_DEADLINE_MS, at_least=1)
     config = ConnectorConfig(
         pool=pool,
         role=role,
         loads=source.flag("loads", default=role.loads),
         stores=source.flag("stores", default=role.stores),
         on_load_failure=source.choice("on_load_failure", LoadFailure.RECOMPUTE),
-        lookup_deadline_ms=source.count("lookup_deadline_ms", LOOKUP_DEADLINE_MS, at_least=1),
+        lookup_deadline_ms=lookup_deadline_ms,
         load_deadline_ms=source.count("load_deadline_ms", 10_000, at_least=1),
         store_deadline_ms=source.count("store_deadline_ms", 30_000, at_least=1),
         offer_ttl_ms=source.count("offer_ttl_ms", OFFER_TTL_MS, at_least=1),
@@ -187,6 +192,8 @@ def read_config(
         integrity_secret=_secret(source.text("integrity_secret", ""), environment),
         record=source.text("record", ""),
         record_key=source.text("record_key", ""),
+        control_file=source.text("control_file", ""),
+        breaker=_tolerance(source, lookup_deadline_ms),
     )
     source.refuse_unknown()
     _require_place_in_keys(config)
@@ -280,6 +287,17 @@ def _read_file(path: str | None) -> Mapping[str, object]:
     if not isinstance(content, dict):
         raise InvalidArgument(CONFIG_PATH_VARIABLE, path, "a file with one JSON object")
     return content
+
+
+def _tolerance(source: _Source, lookup_deadline_ms: int) -> Tolerance:
+    """A pool that has been silent for as long as a lookup may take is one that does not answer."""
+    probe_ms = source.count("breaker_probe_ms", 1_000, at_least=1)
+    return Tolerance(
+        max_failures=source.count("breaker_failures", 3, at_least=1),
+        min_silence_ns=lookup_deadline_ms * NS_PER_MS,
+        first_probe_ns=probe_ms * NS_PER_MS,
+        max_probe_ns=source.count("breaker_max_probe_ms", max(10_000, probe_ms), at_least=probe_ms) * NS_PER_MS,
+    )
 
 
 def _secret(where: str, environment: Mapping[str, str]) -> bytes:

@@ -12,12 +12,14 @@ from typing import Any
 
 from kvconnector.announcement import announcement
 from kvconnector.config import PATIENCE, ConnectorConfig, KeyNames, LoadFailure, PoolConfig, read_config
-from kvconnector.keys import InTreeFormat, KeyFormat, OwnFormat, require_in_tree
+from kvconnector.control import ControlFile
+from kvconnector.guard import GuardedStore
+from kvconnector.keys import InTreeFormat, KeyFormat, KeySpace, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
-from kvconnector.metrics import AWAY, Numbers
+from kvconnector.metrics import BREAKER, BREAKER_LEVEL, CONTROL_REFUSED, SWITCHED_OFF, Numbers, Series
 from kvconnector.plugin import register
 from kvconnector.record import Origin, Recorder
-from kvconnector.scheduler import KeySpace, SchedulerHalf
+from kvconnector.scheduler import SchedulerHalf
 from kvconnector.seal import Seal, SealedStore, require_final_blocks, seal_of
 from kvconnector.stats import PromMetrics, Stats
 from kvconnector.store import MooncakeStore
@@ -39,7 +41,9 @@ from kvconnector.vllm_compat import (
     rank_of,
 )
 from kvconnector.worker import WorkerHalf
+from kvcore.access import Access, Switch
 from kvcore.admission import AdmitNone
+from kvcore.breaker import Breaker
 from kvcore.errors import InvalidArgument
 from kvcore.keys import Namespace, namespace_digest
 from kvcore.planner import Planner
@@ -70,6 +74,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._recorder: Recorder | None = None
+        self._control: ControlFile | None = None
         transfer = vllm_config.kv_transfer_config
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_role)
         _set_load_failure_policy(transfer, config.on_load_failure)
@@ -80,7 +85,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         seal = seal_of(config)
         names = _key_format(config, seal, model, vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            self._store = MooncakeStore(pool.lookup_only(), clock, text=names.text)
+            store = MooncakeStore(pool.lookup_only(), clock, text=names.text)
+            self._store = GuardedStore(store, Breaker(config.breaker), clock, role.name.lower())
             self._lookups = LookupThread(self._store, clock)
             unit = hash_block_size(vllm_config, kv_cache_config)
             keys = KeySpace(names.namespace, unit, num_ranks(vllm_config))
@@ -88,15 +94,18 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerHalf(
                 Planner(model), _policy(config, kv_cache_config.num_blocks), keys, self._lookups, clock
             )
+            self._scheduler.access = self._access
             self._stop, self._take_numbers = self._lookups.close, self._scheduler.take_numbers
+            self._control = ControlFile(config.control_file) if config.control_file else None
             if config.record:
                 origin = Origin(model, keys.namespace, unit, keys.num_ranks)
                 self._recorder = Recorder(config.record, origin, clock, config.record_key)
                 self._scheduler.record = self._recorder.record
         else:
-            self._store = MooncakeStore(pool, clock, text=names.text)
-            store = self._store if seal is None else SealedStore(self._store, seal)
-            self._worker = WorkerHalf(config, store, clock, rank_of(vllm_config), model, names.layouts)
+            store = MooncakeStore(pool, clock, text=names.text)
+            self._store = GuardedStore(store, Breaker(config.breaker), clock, role.name.lower())
+            memory = self._store if seal is None else SealedStore(self._store, seal)
+            self._worker = WorkerHalf(config, memory, clock, rank_of(vllm_config), model, names.layouts)
             self._stop, self._take_numbers = self._worker.close, self._worker.take_numbers
         self._store.join(clock.now_ns() + JOIN_PATIENCE_NS)
 
@@ -191,7 +200,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> Stats | None:
         """What this half counted since the last step; None when that is nothing."""
-        numbers = self._take_numbers({AWAY.of(self.role.name.lower()): int(self._store.away)})
+        numbers = self._take_numbers(self._levels())
         return Stats(numbers) if numbers else None
 
     @classmethod
@@ -214,8 +223,23 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         """Stop this half's threads, and leave the pool unless one of them is in a call that does not end."""
         if self._recorder is not None:
             self._recorder.close()
+        if self._control is not None:
+            self._control.close()
         if self._stop():
             self._store.close()
+
+    def _access(self) -> Access:
+        """What is not switched off, of a pool that answers."""
+        access = self._store.access
+        return access if self._control is None else access.within(self._control.access)
+
+    def _levels(self) -> dict[Series, int]:
+        levels = {BREAKER.of(self.role.name.lower()): BREAKER_LEVEL[self._store.state]}
+        if self._control is not None:
+            uses = {"reads": self._control.access.reads, "writes": self._control.access.writes}
+            levels |= {SWITCHED_OFF.of(use): int(switch is Switch.OFF) for use, switch in uses.items()}
+            levels[CONTROL_REFUSED.of()] = int(self._control.refused)
+        return levels
 
     def _metadata(self) -> StepMetadata:
         metadata: KVConnectorMetadata = self._get_connector_metadata()

@@ -11,13 +11,26 @@ from typing import NamedTuple, Protocol, TypeAlias
 from kvconnector.layout import CacheView, GroupLayout, group_layouts
 from kvconnector.regions import region_layouts
 from kvcore.errors import require
-from kvcore.keys import BlockKey, Namespace, format_key
+from kvcore.keys import BlockHash, BlockKey, Namespace, format_key
 from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow
 
 LayoutsOf: TypeAlias = Callable[
     [Mapping[str, Sequence[CacheView]], Sequence[Sequence[str]], int], tuple[GroupLayout, ...]
 ]
 """(views of each layer, in the engine's order; layers of each group; blocks) -> where the values of each group lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpace:
+    """How blocks of this engine are named in the pool; a block is present when all `num_ranks` shards of it are."""
+
+    namespace: Namespace
+    hash_block_size: int
+    num_ranks: int
+
+    def block_hash(self, hashes: Sequence[bytes], num_tokens: int) -> BlockHash:
+        """The hash over the first `num_tokens`, out of the request's chain at the hash unit."""
+        return BlockHash(hashes[num_tokens // self.hash_block_size - 1])
 
 
 class KeyFormat(Protocol):

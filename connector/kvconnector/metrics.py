@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
+from kvcore.breaker import BreakerState
 from kvcore.group_runs import count_blocks
 from kvcore.plans import Decisions, Lookup
 from kvcore.ports import StoreOutcome
@@ -113,20 +114,34 @@ PINNED = Metric(
 WAITING = Metric(
     Kind.GAUGE, "waiting_jobs", "Lookups, loads and stores whose thread has not begun them.", (_OPERATION,)
 )
-AWAY = Metric(
+BREAKER = Metric(
     Kind.GAUGE,
-    "pool_away",
-    "1 while this half's calls to the pool are misses at once.",
+    "breaker_state",
+    "Whether this half asks the pool: 0 closed, it does; 1 half open, it probes; 2 open, it does not.",
     (("half", ("scheduler", "worker")),),
+)
+SWITCHED_OFF = Metric(
+    Kind.GAUGE,
+    "switched_off",
+    "1 while the control file switches this use of the pool off.",
+    (("use", ("reads", "writes")),),
+)
+CONTROL_REFUSED = Metric(
+    Kind.GAUGE,
+    "control_refused",
+    "1 while the control file is not understood, and what it said before holds.",
 )
 
 METRICS = (
     PROMPT_TOKENS, LOOKUPS, ROUNDS, LATE_LOOKUPS, LATE_ANSWERS, LATE_MISSES, REJECTED, KEYS, BYTES, DURATION, PINNED,
-    WAITING, AWAY,
+    WAITING, BREAKER, SWITCHED_OFF, CONTROL_REFUSED,
 )  # fmt: skip
 
 METRIC_OF = {metric.of(*values): metric for metric in METRICS for values in metric.all_values()}
 """The metric of every series there is."""
+
+BREAKER_LEVEL = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+"""So that of several ranks the one that is worst off counts."""
 
 
 class Tally:

@@ -9,10 +9,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
+from kvconnector.keys import KeySpace
 from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
 from kvconnector.metrics import LOOKUPS, PINNED, WAITING, Numbers, Operation, Series, Tally
 from kvconnector.record import Life
 from kvconnector.transfer import LookupThread
+from kvcore.access import ALL_ACCESS, Access
 from kvcore.group_runs import GroupRuns, count_blocks
 from kvcore.keys import BlockHash, Namespace, shard_keys, whole_blocks
 from kvcore.memory import Experience
@@ -26,19 +28,6 @@ from kvcore.units import div_ceil
 
 NULL_BLOCK_ID = 0
 """The engine's placeholder in a block table, for a block it does not hold (any more)."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeySpace:
-    """How blocks of this engine are named in the pool; a block is present when all `num_ranks` shards of it are."""
-
-    namespace: Namespace
-    hash_block_size: int
-    num_ranks: int
-
-    def block_hash(self, hashes: Sequence[bytes], num_tokens: int) -> BlockHash:
-        """The hash over the first `num_tokens`, out of the request's chain at the hash unit."""
-        return BlockHash(hashes[num_tokens // self.hash_block_size - 1])
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +67,10 @@ class _Job:
 
 
 class SchedulerHalf:
-    """One per engine. Each request whose last plan has ended goes to `on_closed` and, with its times, to `record`."""
+    """One per engine. Each request whose last plan has ended goes to `on_closed` and, with its times, to `record`.
+
+    `access` says at any time what may be done with the pool.
+    """
 
     def __init__(
         self,
@@ -89,9 +81,11 @@ class SchedulerHalf:
         clock: Clock,
     ) -> None:
         self.on_closed: Callable[[Any, KVRequest], None] = lambda request, machine: None
+        self.access: Callable[[], Access] = lambda: ALL_ACCESS
         self.record: Callable[[Any, KVRequest, Life], None] = lambda request, machine, life: None
         self._planner = planner
-        self._policy = policy
+        self._configured = self._policy = policy
+        self._heeded = ALL_ACCESS
         self._keys = keys
         self._ranks = keys.num_ranks
         self._lookups = lookups
@@ -124,6 +118,7 @@ class SchedulerHalf:
         None also once after a load that left nothing: the engine ends its scan of those that wait at the first that
         finds no room, and this one could wait for blocks of another whose load failed too and who is never seen.
         """
+        self._heed_access()
         tracked = self._track(request)
         tracked.local_hit_len = tracked.filled_len = num_computed_tokens
         if tracked.starts_over:
@@ -157,6 +152,7 @@ class SchedulerHalf:
 
     def build_connector_meta(self, output: Any) -> StepMetadata:
         """What the worker half is to do in this step: loads that were granted, stores of what the step fills."""
+        self._heed_access()
         now_ns = self._clock.now_ns()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
@@ -194,6 +190,7 @@ class SchedulerHalf:
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
         """The request ended; its blocks may be freed at once, those still to be stored are pinned."""
+        self._heed_access()
         # Its id may come again while its last plans are under way, which keep it alive.
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
@@ -223,6 +220,15 @@ class SchedulerHalf:
             tracked.machine.reset()
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _heed_access(self) -> None:
+        """From here on requests are decided under what is allowed now."""
+        access = self.access()
+        if access == self._heeded:
+            return
+        self._heeded, self._policy = access, access.limit(self._configured)
+        for tracked in self._tracked.values():
+            tracked.machine.policy = self._policy
 
     def _track(self, request: Any) -> _Tracked:
         tracked = self._tracked.get(request.request_id)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvconnector.config import ConnectorConfig, Integrity
-from kvconnector.store import MooncakeStore, Pieces
+from kvconnector.store import Pieces, PoolStore
 from kvcore.errors import InvalidArgument, require
 from kvcore.keys import BlockKey, format_key
 from kvcore.ports import StoreOutcome
@@ -96,7 +96,7 @@ class SealedStore:
     Memory is registered through it as with the store that it is made of, which stays the caller's to close.
     """
 
-    def __init__(self, store: MooncakeStore, seal: Seal) -> None:
+    def __init__(self, store: PoolStore, seal: Seal) -> None:
         self._store = store
         self._seal = seal
         self._written, self._read = _Trailers(), _Trailers()
@@ -104,7 +104,7 @@ class SealedStore:
             store.register(trailers.address, OBJECTS_PER_CALL * TRAILER_BYTES)
 
     def register(self, address: int, size_bytes: int) -> None:
-        """See `MooncakeStore.register`."""
+        """See `PoolStore`."""
         self._store.register(address, size_bytes)
 
     def exists(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[StoreOutcome]:
@@ -112,7 +112,7 @@ class SealedStore:
         return self._store.exists(keys, deadline_ns)
 
     def remove(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[StoreOutcome]:
-        """See `MooncakeStore.remove`."""
+        """See `KVStore`."""
         return self._store.remove(keys, deadline_ns)
 
     def put(self, keys: Sequence[BlockKey], buffers: Sequence[Pieces], deadline_ns: int) -> list[StoreOutcome]:

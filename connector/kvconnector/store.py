@@ -10,13 +10,13 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from kvconnector.config import PoolConfig
 from kvconnector.lane import Lane
 from kvcore.errors import InvalidArgument, require
 from kvcore.keys import BlockKey, format_key
-from kvcore.ports import Clock, StoreOutcome
+from kvcore.ports import Clock, KVStore, StoreOutcome
 from kvcore.units import NS_PER_MS, NS_PER_S
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
@@ -64,8 +64,15 @@ _OUTCOME_OF_CODE = {
 }
 
 
+class PoolStore(KVStore[Pieces], Protocol):
+    """A store that moves bytes from and to the engine's own memory."""
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Let `get` and `put` use this memory; it must live as long as the store."""
+
+
 class MooncakeStore:
-    """A `KVStore[Pieces]`. One per process and use; its methods may be called from any thread. `text` names an object.
+    """A `PoolStore`. One per process and use; its methods may be called from any thread. `text` names an object.
 
     `exists` and `remove` return at their deadline. `get` and `put` touch the caller's memory, so each returns only when
     Mooncake is done with it: they are cut into calls, none begins after the deadline or after one that lost the pool,
@@ -92,22 +99,18 @@ class MooncakeStore:
         """Connect now rather than with the first call, whose deadline is short; False when that did not succeed yet."""
         return bool(self._lane.call(lambda: self._link.usable_client() is not None, deadline_ns))
 
-    def register(self, address: int, size_bytes: int) -> None:
-        """Let `get` and `put` use this memory; it must live as long as the store."""
-        self._link.register(address, size_bytes)
+    def answers(self, deadline_ns: int) -> bool:
+        """Whether the master answers a question; connects first where that has not succeeded yet."""
+        outcomes = self._lane.call(lambda: self._link.run([_NOBODY_S_KEY], _exist), deadline_ns)
+        return outcomes is not None and not _LOST & set(outcomes)
 
-    @property
-    def away(self) -> bool:
-        """Whether calls are turned away at once: the master did not answer the last one, or one does not come back."""
-        return self._lane.hangs or self._link.away
+    def register(self, address: int, size_bytes: int) -> None:
+        """See `PoolStore`."""
+        self._link.register(address, size_bytes)
 
     def exists(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[StoreOutcome]:
         """OK for each key that a get would find now, and its lease is renewed."""
-
-        def exists(client: Any, names: list[str]) -> list[StoreOutcome]:
-            return [_existed(code) for code in client.batch_is_exist(names)]
-
-        return self._count("exists", self._ask(keys, deadline_ns, exists))
+        return self._count("exists", self._ask(keys, deadline_ns, _exist))
 
     def remove(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[StoreOutcome]:
         """Forget each key, leased or not."""
@@ -190,11 +193,6 @@ class _Link:
         self._client: Any = None
         self._suspect = False
         self._retry_at_ns: int | None = None
-
-    @property
-    def away(self) -> bool:
-        """Whether there is no master to call, as far as the last call knows."""
-        return self._retry_at_ns is not None
 
     def register(self, address: int, size_bytes: int) -> None:
         with self._lock:
@@ -306,6 +304,7 @@ class _Link:
 
 
 _LOST = {StoreOutcome.UNAVAILABLE, StoreOutcome.TIMEOUT}
+_NOBODY_S_KEY = "kvtwin-probe"
 _NEVER_NS = 1 << 62
 
 
@@ -342,6 +341,10 @@ def _answers(address: str) -> bool:
 def _addresses_and_sizes(buffers: Sequence[Pieces]) -> tuple[list[list[int]], list[list[int]]]:
     addresses = [[address for address, _ in pieces] for pieces in buffers]
     return addresses, [[size for _, size in pieces] for pieces in buffers]
+
+
+def _exist(client: Any, names: list[str]) -> list[StoreOutcome]:
+    return [_existed(code) for code in client.batch_is_exist(names)]
 
 
 def _existed(code: int) -> StoreOutcome:

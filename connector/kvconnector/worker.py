@@ -13,8 +13,7 @@ from kvconnector.keys import LayoutsOf
 from kvconnector.layout import CacheView, GroupLayout, group_layouts
 from kvconnector.metadata import StepMetadata, WorkerReport
 from kvconnector.metrics import WAITING, Numbers, Operation, Series, Tally
-from kvconnector.seal import SealedStore
-from kvconnector.store import MooncakeStore, Pieces
+from kvconnector.store import Pieces, PoolStore
 from kvconnector.transfer import TransferThread
 from kvconnector.vllm_compat import KVConnectorTransferResults
 from kvcore.errors import InvalidArgument, require
@@ -39,7 +38,7 @@ class WorkerHalf:
     def __init__(
         self,
         config: ConnectorConfig,
-        store: MooncakeStore | SealedStore,
+        store: PoolStore,
         clock: Clock,
         rank: int,
         model: ModelSpec,

@@ -88,22 +88,23 @@ def test_what_fails_is_counted_by_its_reason(engines, prompt):
     assert "prompt_tokens_total{pool}" not in failed
 
 
-def test_a_pool_that_is_away_is_seen(engines, prompt):
-    """Frozen, the master answers nobody; what is asked then costs hits, and is counted."""
+def test_a_pool_that_does_not_answer_is_seen(engines, prompt):
+    """Frozen, the master answers nobody; what is asked then costs hits, and is counted, until nothing is asked."""
     watch = Watch(engines.reader)
     engines.pool.master.process.freeze()
     try:
-        engines.reader.generate([prompt(200)], max_tokens=64)  # its lookup finds out
-        engines.reader.generate([prompt(200, 1)], max_tokens=64)
+        for number in range(4):  # the first three lookups find out
+            engines.reader.generate([prompt(200, number)], max_tokens=64)
         changes = watch.changes()
     finally:
         engines.pool.master.process.thaw()
-    assert changes["pool_away{scheduler}"] == 1
+    assert changes["breaker_state{scheduler}"] >= 1
+    assert changes["lookups_total{}"] == 3
     lost = [changes.get(f"keys_total{{lookup,{outcome}}}", 0) for outcome in ("timeout", "unavailable")]
     assert sum(lost) >= 12
     deadline = time.monotonic() + 30
-    number = 2
-    while engines.reader.call("metrics")["pool_away{scheduler}"]:
+    number = 4
+    while engines.reader.call("metrics")["breaker_state{scheduler}"]:
         assert time.monotonic() < deadline, "the pool does not come back"
         engines.reader.generate([prompt(200, number)], max_tokens=2)
         engines.reader.call("settle")

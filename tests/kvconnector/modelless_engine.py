@@ -32,6 +32,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvcore.access import ALL_ACCESS
+from kvcore.breaker import BreakerState
 from kvcore.keys import BlockKey
 from kvcore.ports import StoreOutcome
 
@@ -129,8 +131,9 @@ class Thread:
 
 def without_threads(monkeypatch):
     """Every connector made from here on has no thread and no Mooncake."""
-    store = SimpleNamespace(join=lambda deadline_ns: False, away=False)
-    monkeypatch.setattr(connector_module, "MooncakeStore", lambda config, clock, text: store)
+    store = SimpleNamespace(join=lambda deadline_ns: False, access=ALL_ACCESS, state=BreakerState.CLOSED)
+    monkeypatch.setattr(connector_module, "MooncakeStore", lambda config, clock, text: None)
+    monkeypatch.setattr(connector_module, "GuardedStore", lambda mooncake, breaker, clock, half: store)
     monkeypatch.setattr(connector_module, "LookupThread", Lookups)
     monkeypatch.setattr(worker_module, "TransferThread", Thread)
 

@@ -16,7 +16,7 @@ POOL = {"master_server_address": "store:50051"}
 
 def line(role="kv_both", namespace="abc", unit=16, ranks=2, groups=(FULL, WINDOW, FULL), hashes="sha256", **extra):
     from kvconnector.announcement import announcement
-    from kvconnector.scheduler import KeySpace
+    from kvconnector.keys import KeySpace
 
     keys = KeySpace(Namespace(namespace), unit, ranks)
     return announcement(read_config({**POOL, **extra}, role, {}), keys, ModelSpec(groups), hashes)

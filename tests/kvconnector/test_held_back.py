@@ -20,7 +20,8 @@ class Engine:
     """A scheduler half on a clock that is set by hand; the pool holds everything."""
 
     def __init__(self):
-        from kvconnector.scheduler import KeySpace, SchedulerHalf
+        from kvconnector.keys import KeySpace
+        from kvconnector.scheduler import SchedulerHalf
 
         self.now_ns, self.lookups = 0, Lookups()
         clock = SimpleNamespace(now_ns=lambda: self.now_ns)

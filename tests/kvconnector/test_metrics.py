@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvconnector.metrics import (
-    AWAY,
+    BREAKER,
     BYTES,
     DURATION,
     KEYS,
@@ -34,6 +34,7 @@ from kvconnector.metrics import (
     summary,
 )
 
+from kvcore.breaker import BreakerState
 from kvcore.ports import StoreOutcome
 from tests.kvconnector.test_transfer import DEADLINE_MS, HandClock, job, take, transfers, until  # noqa: F401
 
@@ -371,12 +372,13 @@ def test_loaded_by_our_module_s_path_we_have_a_name_in_vllm_s_registry():
 
 
 @pytest.mark.engine
-def test_a_pool_that_is_away_is_seen_and_that_it_is_back_too(engine):
-    away = AWAY.of("scheduler")
-    engine.connector._store.away = True
-    run(engine, "away")
-    assert engine.told
-    assert all(told[away] == 1 for told in engine.told)
-    engine.connector._store.away = False
-    run(engine, "back")
-    assert [told.get(away) for told in engine.told] == [0, *[None] * (len(engine.told) - 1)]
+def test_a_pool_that_is_not_asked_is_seen_and_that_it_is_asked_again_too(engine):
+    series = BREAKER.of("scheduler")
+    for state, level in ((BreakerState.OPEN, 2), (BreakerState.HALF_OPEN, 1)):
+        engine.connector._store.state = state
+        run(engine, state.value)
+        assert engine.told
+        assert all(told[series] == level for told in engine.told)
+    engine.connector._store.state = BreakerState.CLOSED
+    run(engine, "closed")
+    assert [told.get(series) for told in engine.told] == [0, *[None] * (len(engine.told) - 1)]

@@ -20,7 +20,8 @@ TABLE = ([5, 6, 7, 8],)
 
 @pytest.fixture
 def half():
-    from kvconnector.scheduler import KeySpace, SchedulerHalf
+    from kvconnector.keys import KeySpace
+    from kvconnector.scheduler import SchedulerHalf
 
     planner = Planner(ModelSpec((FullAttention(BLOCK),)))
     clock = SimpleNamespace(now_ns=lambda: 0)

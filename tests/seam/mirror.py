@@ -76,7 +76,8 @@ class Half:
     """A scheduler half of one request, and vLLM's side of it; `experience` is that of its engine."""
 
     def __init__(self, machine, content, experience):
-        from kvconnector.scheduler import KeySpace, SchedulerHalf
+        from kvconnector.keys import KeySpace
+        from kvconnector.scheduler import SchedulerHalf
 
         self.model = machine.planner.model
         self.clock = SimpleNamespace(now_ns=lambda: self.now_ns)
