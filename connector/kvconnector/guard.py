@@ -59,19 +59,19 @@ class GuardedStore:
 
     def exists(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[StoreOutcome]:
         """See `MooncakeStore.exists`."""
-        return self._guarded(keys, lambda: self._store.exists(keys, deadline_ns))
+        return self._guarded(keys, deadline_ns, lambda: self._store.exists(keys, deadline_ns))
 
     def remove(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[StoreOutcome]:
         """See `MooncakeStore.remove`."""
-        return self._guarded(keys, lambda: self._store.remove(keys, deadline_ns))
+        return self._guarded(keys, deadline_ns, lambda: self._store.remove(keys, deadline_ns))
 
     def get(self, keys: Sequence[BlockKey], buffers: Sequence[Pieces], deadline_ns: int) -> list[StoreOutcome]:
         """See `MooncakeStore.get`."""
-        return self._guarded(keys, lambda: self._store.get(keys, buffers, deadline_ns))
+        return self._guarded(keys, deadline_ns, lambda: self._store.get(keys, buffers, deadline_ns))
 
     def put(self, keys: Sequence[BlockKey], buffers: Sequence[Pieces], deadline_ns: int) -> list[StoreOutcome]:
         """See `MooncakeStore.put`."""
-        return self._guarded(keys, lambda: self._store.put(keys, buffers, deadline_ns))
+        return self._guarded(keys, deadline_ns, lambda: self._store.put(keys, buffers, deadline_ns))
 
     def close(self) -> None:
         """End the probes and leave the store."""
@@ -81,15 +81,20 @@ class GuardedStore:
         self._prober.join(2 * PROBE_PATIENCE_NS / NS_PER_S)
         self._store.close()
 
-    def _guarded(self, keys: Sequence[BlockKey], call: Callable[[], list[StoreOutcome]]) -> list[StoreOutcome]:
+    def _guarded(
+        self, keys: Sequence[BlockKey], deadline_ns: int, call: Callable[[], list[StoreOutcome]]
+    ) -> list[StoreOutcome]:
+        begun_ns = self._clock.now_ns()
         with self._changed:
-            attempt = self._breaker.begin(self._clock.now_ns())
+            attempt = self._breaker.begin(begun_ns)
         if attempt is None:
             return [StoreOutcome.UNAVAILABLE] * len(keys)
         outcomes = call()
-        if outcomes and set(outcomes) <= _NOT_ANSWERED:
+        if not keys or begun_ns >= deadline_ns:  # the pool was not asked
+            return outcomes
+        if set(outcomes) <= _NOT_ANSWERED:
             self._report(lambda now_ns: self._breaker.failed(attempt, now_ns))
-        elif outcomes:
+        else:
             self._report(lambda now_ns: self._breaker.succeeded(attempt))
         return outcomes
 

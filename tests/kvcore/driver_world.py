@@ -5,6 +5,7 @@ A plan is reported by every rank on its own; the last report ends it. Blocks are
 
 from dataclasses import dataclass, field
 
+from kvcore.access import ALL_ACCESS, Switch
 from kvcore.admission import AdmitAll
 from kvcore.group_runs import common, plus
 from kvcore.plans import Lookup, Offer, Wait
@@ -55,7 +56,7 @@ class Driver(SharedPool):
 
     def __init__(self, model, policy, num_blocks, num_ranks=1, num_engines=1, memory_ttl_ns=1_000_000):
         super().__init__(model, num_ranks)
-        self.policy = policy
+        self.policy, self.access = policy, ALL_ACCESS
         self.stores_all = isinstance(policy.admission, AdmitAll) and policy.max_storing_blocks is None
         self.engines = [Engine(model, num_blocks, memory_ttl_ns) for _ in range(num_engines)]
         self.memory_ttl_ns = memory_ttl_ns
@@ -70,8 +71,22 @@ class Driver(SharedPool):
         engine = self.engines[engine % len(self.engines)]
         live = Live(engine, lineage, num_prompt, final, [{} for _ in engine.groups], num_tokens=num_prompt)
         live.machine = self.machine(self.planner, self.policy, num_prompt, engine.experience, live.names)
+        self.allow(live)
         self.live.append(live)
         return live
+
+    def switch(self, access):
+        """From now on only this may be done with the pool; what is not stored meanwhile need not be stored ever."""
+        self.access = access
+        for live in self.live:
+            self.allow(live)
+        if access.writes is Switch.OFF:
+            self.stores_all = False
+            for live in self.live:
+                live.due.clear()
+
+    def allow(self, live):
+        live.machine.policy = self.access.limit(self.policy)
 
     def advance(self, live, amount, grant=ALL):
         """What the scheduler does next with it: consider and admit it, or run steps of `amount` tokens in all."""
@@ -86,6 +101,7 @@ class Driver(SharedPool):
     def admit(self, live, grant):
         local = live.engine.local_hit(live, self.model.limit(live.num_tokens))
         answer = live.machine.consider(local, live.num_tokens, self.now_ns)
+        assert self.access.reads is Switch.ON or answer == Offer(0), "asks or loads while reads are off"
         if isinstance(answer, Lookup):
             self.ask(live, answer)
         elif isinstance(answer, Wait):
@@ -254,6 +270,7 @@ class Driver(SharedPool):
     def start_store(self, live, store, lent=None):
         if store is None:
             return
+        assert self.access.writes is Switch.ON, "stores while writes are off"
         self.new_ticket(live, store.ticket)
         for index, positions in enumerate(as_sets(store.blocks)):
             for position in positions:

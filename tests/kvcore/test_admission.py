@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.admission import AdmitAll, AdmitCheaper, AdmitNone, AdmitSecondTouch
+from kvcore.admission import AdmitAll, AdmitCheaper, AdmitLater, AdmitNone, AdmitSecondTouch
 from kvcore.costs import Costs, PrefillCurve
 from kvcore.errors import InvalidArgument
 from kvcore.group_runs import common, count_blocks, plus
@@ -24,7 +24,7 @@ NOTHING = PLANNER.nothing
 # A token takes 100 ns and 1 ns for each one before it; a block takes the time of 17 tokens without a past.
 COSTS = Costs(PrefillCurve(token_ns=100, pair_ps=1_000), block_ns=(1_700, 10), latency_ns=5_000)
 CHEAPER = AdmitCheaper(PLANNER, COSTS)
-POLICIES = [AdmitAll(), AdmitNone(), AdmitSecondTouch(), CHEAPER]
+POLICIES = [AdmitAll(), AdmitLater(), AdmitNone(), AdmitSecondTouch(), CHEAPER]
 
 BLOCKS = st.tuples(*(st.frozensets(st.integers(0, 12), max_size=6).map(from_blocks) for _ in range(2)))
 

@@ -10,6 +10,7 @@ import kvsim.run
 from kvcore.memory import Experience
 from kvsim.run import simulation
 from tests.kvcore.pool_world import World
+from tests.kvcore.test_access import Switched
 from tests.kvcore.test_request_stateful import Interleavings
 from tests.kvsim.small_runs import ASKS, ENGINES, scenario_of, trace_of
 from tests.seam.mirror import Half, Mirror
@@ -56,11 +57,14 @@ class MirroredWorld(World):
         live.machine = self.mirror(
             self.planner, self.policy, num_prompt, *learning, content=lambda n: content(slice(n)), twin=twin
         )
+        live.machine.half.scheduler.access = lambda: self.access
+        self.allow(live)
         return live
 
 
-def test_any_interleaving_gives_the_connector_the_same_plans():
-    run_state_machine_as_test(type("Mirrored", (Interleavings,), {"world_type": MirroredWorld}), settings=SEARCH)
+@pytest.mark.parametrize("rules", [Interleavings, Switched])
+def test_any_interleaving_gives_the_connector_the_same_plans(rules):
+    run_state_machine_as_test(type("Mirrored", (rules,), {"world_type": MirroredWorld}), settings=SEARCH)
 
 
 # -- controls ---------------------------------------------------------------------------------------------------------
@@ -93,6 +97,21 @@ class NeverResets(Half):
 
     def reset(self):
         pass
+
+
+class NeverSwitches(Half):
+    """Its access is what it was at the start."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.scheduler._heed_access = lambda: None
+
+
+def test_a_driver_that_does_not_heed_the_switch_is_found():
+    broken = type("BrokenMirror", (Mirror,), {"half_type": NeverSwitches})
+    world = type("BrokenWorld", (MirroredWorld,), {"mirror": broken})
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(type("Broken", (Switched,), {"world_type": world}), settings=SEARCH)
 
 
 @pytest.mark.parametrize("half", [OneRankIsEnough, AsksOnce, ForgetsFailures, NeverResets])
