@@ -6,18 +6,26 @@ event that names the block written before it instead hangs a prompt whose blocks
 wrong branch of every listener's tree.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
 from kvcore.errors import require
-from kvcore.hashing import NO_EXTRAS, ExtraKey, Extras, extra_keys
+from kvcore.hashing import ExtraKey
 from kvcore.keys import BlockHash
 from kvcore.types import GroupId, Run, Runs
 
 BlockExtras: TypeAlias = tuple[ExtraKey, ...] | None
 """The tagged extra keys that a block's hash covers; None without any."""
+
+KeysOf: TypeAlias = Callable[[Run], Sequence[BlockExtras]]
+"""The extra keys of each block of a run of a prompt: `kvcore.hashing.extra_keys`, or the engine's own."""
+
+
+def no_extra_keys(run: Run) -> Sequence[BlockExtras]:
+    """Of a prompt that is its tokens and nothing else."""
+    return [None] * (run[1] - run[0])
 
 
 class Medium(Enum):
@@ -71,12 +79,16 @@ KVEvent: TypeAlias = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What events say of a prompt: its tokens, and one hash per full block of the group, in order."""
+    """What events say of a prompt: its tokens, and one hash per full block of the group, in order.
 
-    token_ids: tuple[int, ...]
+    Nothing is copied but what events are about, so that one of a million tokens costs no more than its new blocks.
+    """
+
+    token_ids: Sequence[int]
     block_size: int
-    block_hashes: tuple[BlockHash, ...]
-    extras: Extras = NO_EXTRAS
+    block_hashes: Sequence[BlockHash]
+    keys_of: KeysOf = no_extra_keys
+    lora_name: str | None = None
 
     def __post_init__(self) -> None:
         full = len(self.token_ids) // self.block_size
@@ -91,21 +103,20 @@ def stored_events(prompt: Prompt, runs: Runs, place: Place) -> tuple[BlocksStore
 def _stored_event(prompt: Prompt, run: Run, place: Place) -> BlocksStored:
     start, end = run
     require(0 <= start < end <= len(prompt.block_hashes), "run", run, f"full blocks, of {len(prompt.block_hashes)}")
-    lora = prompt.extras.lora
     return BlocksStored(
         place=place,
-        block_hashes=prompt.block_hashes[start:end],
+        block_hashes=tuple(prompt.block_hashes[start:end]),
         parent_block_hash=prompt.block_hashes[start - 1] if start else None,
-        token_ids=prompt.token_ids[start * prompt.block_size : end * prompt.block_size],
+        token_ids=tuple(prompt.token_ids[start * prompt.block_size : end * prompt.block_size]),
         block_size=prompt.block_size,
-        extra_keys=tuple(extra_keys(prompt.extras, prompt.block_size, run)),
-        lora_name=lora.name if lora else None,
+        extra_keys=tuple(prompt.keys_of(run)),
+        lora_name=prompt.lora_name,
     )
 
 
 def removed_events(prompt: Prompt, runs: Runs, place: Place) -> tuple[BlocksRemoved, ...]:
     """One event for each run of the prompt's blocks that is gone."""
-    return tuple(BlocksRemoved(place, prompt.block_hashes[start:end]) for start, end in runs)
+    return tuple(BlocksRemoved(place, tuple(prompt.block_hashes[start:end])) for start, end in runs)
 
 
 def untagged(keys: Sequence[BlockExtras]) -> list[tuple[object, ...] | None] | None:
@@ -152,11 +163,11 @@ class EventIndex:
             case _:
                 pass
 
-    def prefix_blocks(self, token_ids: Sequence[int], block_size: int, extras: Extras = NO_EXTRAS) -> int:
+    def prefix_blocks(self, token_ids: Sequence[int], block_size: int, keys_of: KeysOf = no_extra_keys) -> int:
         """How many leading full blocks of a prompt are there."""
         num_blocks = len(token_ids) // block_size
         parent: BlockHash | None = None
-        for block, keys in enumerate(extra_keys(extras, block_size, (0, num_blocks))):
+        for block, keys in enumerate(keys_of((0, num_blocks))):
             content = (tuple(token_ids[block * block_size : (block + 1) * block_size]), keys)
             parent = self._children.get((parent, content))
             if parent is None:

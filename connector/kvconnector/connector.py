@@ -13,6 +13,7 @@ from typing import Any
 from kvconnector.announcement import announcement
 from kvconnector.config import PATIENCE, ConnectorConfig, KeyNames, LoadFailure, PoolConfig, read_config
 from kvconnector.control import ControlFile
+from kvconnector.events import PoolEvents
 from kvconnector.guard import GuardedStore
 from kvconnector.keys import InTreeFormat, KeyFormat, KeySpace, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
@@ -25,6 +26,7 @@ from kvconnector.stats import PromMetrics, Stats
 from kvconnector.store import MooncakeStore
 from kvconnector.transfer import LookupThread
 from kvconnector.vllm_compat import (
+    KVCacheEvent,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -38,6 +40,7 @@ from kvconnector.vllm_compat import (
     in_tree_places,
     namespace_fields,
     num_ranks,
+    publishes_events,
     rank_of,
 )
 from kvconnector.worker import WorkerHalf
@@ -95,6 +98,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
                 Planner(model), _policy(config, kv_cache_config.num_blocks), keys, self._lookups, clock
             )
             self._scheduler.access = self._access
+            if publishes_events(vllm_config):
+                self._scheduler.events = PoolEvents(model, unit, kv_cache_config)
             self._stop, self._take_numbers = self._lookups.close, self._scheduler.take_numbers
             self._control = ControlFile(config.control_file) if config.control_file else None
             if config.record:
@@ -150,6 +155,11 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """See `SchedulerHalf.has_pending_push_work`."""
         return self._scheduler.has_pending_push_work()
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """See `PoolEvents.take`; nothing unless the engine publishes events."""
+        events = self._scheduler.events
+        return () if events is None else events.take()
 
     def reset_cache(self) -> bool:
         """Nothing that was stored before is loaded any more. True; what other engines share stays theirs."""

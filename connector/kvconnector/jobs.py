@@ -39,8 +39,12 @@ class StoreJob(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """`num_ranks` ranks are done with the job; entries with an index in `failed` were not moved by all of them."""
+    """`num_ranks` ranks are done with the job; entries with an index in `failed` were not moved by all of them.
+
+    Of those a load found the ones in `gone` not to be in the pool, or not to be what was stored there.
+    """
 
     job_id: JobId
     num_ranks: int
     failed: tuple[int, ...]
+    gone: tuple[int, ...] = ()

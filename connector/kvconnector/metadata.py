@@ -38,4 +38,5 @@ def _merge(reports: Iterable[Ended]) -> tuple[Ended, ...]:
 
 def _both(left: Ended, right: Ended) -> Ended:
     failed = sorted({*left.failed, *right.failed})
-    return Ended(left.job_id, left.num_ranks + right.num_ranks, tuple(failed))
+    gone = sorted({*left.gone, *right.gone})
+    return Ended(left.job_id, left.num_ranks + right.num_ranks, tuple(failed), tuple(gone))

@@ -4,14 +4,16 @@ No decision is taken here; `kvcore.request` takes them. Nothing here waits: look
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
+from kvconnector.events import PoolEvents
 from kvconnector.keys import KeySpace
-from kvconnector.metadata import Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
+from kvconnector.metadata import Ended, Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
 from kvconnector.metrics import LOOKUPS, PINNED, WAITING, Numbers, Operation, Series, Tally
+from kvconnector.plan_job import Place, PlanJob
 from kvconnector.record import Life
 from kvconnector.transfer import LookupThread
 from kvcore.access import ALL_ACCESS, Access
@@ -22,7 +24,6 @@ from kvcore.planner import Planner
 from kvcore.plans import Load, Lookup, Offer, PoolPolicy, Store
 from kvcore.ports import Clock, KVStore, StoreOutcome
 from kvcore.request import KVRequest, State
-from kvcore.runs import from_blocks
 from kvcore.types import GroupId, Run
 from kvcore.units import div_ceil
 
@@ -47,29 +48,10 @@ class _Tracked:
     has_run: bool = False
 
 
-_Place = tuple[int, int]
-"""(index in `GroupRuns`, position)."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """One plan at the worker: what was left out of it, its entries and their places, pinned blocks, ranks to report."""
-
-    tracked: _Tracked
-    end_plan: Callable[[int, GroupRuns, int], int | None]
-    ticket: int
-    missing: list[_Place]
-    entries: tuple[Entry, ...]
-    places: list[_Place]
-    pinned: list[Any]
-    ranks_left: int
-    failed: set[int] = field(default_factory=set)
-
-
 class SchedulerHalf:
     """One per engine. Each request whose last plan has ended goes to `on_closed` and, with its times, to `record`.
 
-    `access` says at any time what may be done with the pool.
+    `access` says at any time what may be done with the pool. What becomes of blocks in it goes to `events`, if any.
     """
 
     def __init__(
@@ -83,6 +65,7 @@ class SchedulerHalf:
         self.on_closed: Callable[[Any, KVRequest], None] = lambda request, machine: None
         self.access: Callable[[], Access] = lambda: ALL_ACCESS
         self.record: Callable[[Any, KVRequest, Life], None] = lambda request, machine, life: None
+        self.events: PoolEvents | None = None
         self._planner = planner
         self._configured = self._policy = policy
         self._heeded = ALL_ACCESS
@@ -93,7 +76,7 @@ class SchedulerHalf:
         self._experience = Experience()
         self._pool: Any = None
         self._tracked: dict[str, _Tracked] = {}
-        self._jobs: dict[JobId, _Job] = {}
+        self._jobs: dict[JobId, PlanJob] = {}
         self._starting_over: set[_Tracked] = set()
         self._landing: dict[_Tracked, int] = {}
         self._loads: list[LoadJob] = []
@@ -179,8 +162,8 @@ class SchedulerHalf:
         """Jobs that ended at some rank: the last report ends the plan and takes the pins off its blocks."""
         if report is None:
             return
-        for job_id, num_ranks, failed in report.finished:
-            self._report(job_id, num_ranks, failed)
+        for ended in report.finished:
+            self._report(ended)
 
     def take_numbers(self, levels: Mapping[Series, int]) -> Numbers:
         """What was counted since the last call, with gauges of the caller's own; call it once for each step."""
@@ -215,6 +198,8 @@ class SchedulerHalf:
         """From now on ask, load and store under other keys; what is under way goes on under the old ones."""
         self._keys = replace(self._keys, namespace=namespace)
         self._experience.clear()
+        if self.events is not None:
+            self.events.reset()
         for tracked in {*self._tracked.values(), *(job.tracked for job in self._jobs.values())}:
             self._lookups.forget(tracked)
             tracked.machine.reset()
@@ -295,9 +280,9 @@ class SchedulerHalf:
         entries, places, missing = self._entries(tracked, load.blocks, block_ids)
         assert not missing, f"no block to load into: {missing}"
         unproven, _, _ = self._entries(tracked, load.unproven, block_ids)
-        job = _Job(tracked, tracked.machine.load_finished, load.ticket, [], entries, places, [], self._ranks)
+        end_plan, namespace = tracked.machine.load_finished, self._keys.namespace
+        job = PlanJob(tracked, end_plan, load.ticket, namespace, [], entries, places, [], self._ranks)
         unwritten = tuple(entry.block_id for entry in unproven)
-        namespace = self._keys.namespace
         self._loads.append(LoadJob(self._open(job), tracked.request.request_id, namespace, entries, unwritten))
 
     def _save_states(self, offers: Any, now_ns: int) -> None:
@@ -325,37 +310,39 @@ class SchedulerHalf:
         entries, places, missing = self._entries(tracked, store.blocks, block_ids, states)
         pinned = [self._pool.blocks[entry.block_id] for entry in entries]
         self._pool.touch(pinned)
-        job = _Job(tracked, tracked.machine.store_finished, store.ticket, missing, entries, places, pinned, self._ranks)
-        self._stores.append(StoreJob(self._open(job), tracked.request.request_id, self._keys.namespace, entries))
+        end_plan, namespace = tracked.machine.store_finished, self._keys.namespace
+        job = PlanJob(tracked, end_plan, store.ticket, namespace, missing, entries, places, pinned, self._ranks)
+        self._stores.append(StoreJob(self._open(job), tracked.request.request_id, namespace, entries))
 
-    def _open(self, job: _Job) -> JobId:
+    def _open(self, job: PlanJob) -> JobId:
         self._next_job += 1
         job_id = JobId(self._next_job)
         self._jobs[job_id] = job
         return job_id
 
-    def _report(self, job_id: JobId, num_ranks: int, failed: Iterable[int]) -> None:
-        job = self._jobs.get(job_id)
-        if job is None:
+    def _report(self, ended: Ended) -> None:
+        job = self._jobs.get(ended.job_id)
+        if job is None or not job.ended(ended):
             return
-        job.failed.update(failed)
-        job.ranks_left -= num_ranks
-        if job.ranks_left > 0:
-            return
-        del self._jobs[job_id]
+        del self._jobs[ended.job_id]
         self._pool.free_blocks(reversed(job.pinned))
-        valid_len = job.end_plan(job.ticket, self._failed_runs(job), self._clock.now_ns())
+        self._tell(job)
+        num_indices = len(self._planner.nothing)
+        valid_len = job.end_plan(job.ticket, job.failed(num_indices), self._clock.now_ns())
         if valid_len == 0 and job.tracked.machine.state is State.WAITING:
             job.tracked.starts_over, job.tracked.failed_ns = True, self._clock.now_ns()
             self._starting_over.add(job.tracked)
             self._landing.pop(job.tracked, None)
         self._close(job.tracked)
 
-    def _failed_runs(self, job: _Job) -> GroupRuns:
-        failed: list[list[int]] = [[] for _ in self._planner.nothing]
-        for index, position in (*job.missing, *(job.places[entry] for entry in job.failed)):
-            failed[index].append(position)
-        return tuple(from_blocks(blocks) for blocks in failed)
+    def _tell(self, job: PlanJob) -> None:
+        """Only of keys that are still in use."""
+        if self.events is None or job.namespace != self._keys.namespace:
+            return
+        num_indices, request = len(self._planner.nothing), job.tracked.request
+        self.events.gone(request, job.gone(num_indices))
+        if job.pinned:
+            self.events.stored(request, job.moved(num_indices))
 
     def _close(self, tracked: _Tracked) -> None:
         if tracked.machine.closed:
@@ -369,12 +356,12 @@ class SchedulerHalf:
         blocks: GroupRuns,
         block_ids: Sequence[Sequence[int]],
         states: Mapping[int, int] = MappingProxyType({}),
-    ) -> tuple[tuple[Entry, ...], list[_Place], list[_Place]]:
+    ) -> tuple[tuple[Entry, ...], list[Place], list[Place]]:
         """What to move, with hash and block id; the place of each; and the places for which the engine has no block."""
         hashes, groups = tracked.request.block_hashes, self._planner.model.groups
         entries: list[Entry] = []
-        places: list[_Place] = []
-        missing: list[_Place] = []
+        places: list[Place] = []
+        missing: list[Place] = []
         for index, position in _places(blocks):
             group, num_tokens = self._planner.model.kinds[index]
             length = (position + 1) * num_tokens
@@ -387,7 +374,7 @@ class SchedulerHalf:
         return tuple(entries), places, missing
 
 
-def _places(blocks: GroupRuns) -> Iterable[_Place]:
+def _places(blocks: GroupRuns) -> Iterable[Place]:
     """Index by index in ascending order."""
     return (
         (index, position) for index, runs in enumerate(blocks) for start, end in runs for position in range(start, end)

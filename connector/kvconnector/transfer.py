@@ -18,6 +18,9 @@ JobT = TypeVar("JobT", LoadJob, StoreJob)
 
 _CLOSE_TIMEOUT_S = 10.0
 
+_GONE = frozenset((StoreOutcome.MISSING, StoreOutcome.BAD_LENGTH, StoreOutcome.BAD_CONTENT))
+"""What says of an object that it is not in the pool, or is not what its key names."""
+
 
 class TransferThread(Generic[JobT]):
     """Runs jobs one after the other. Each ends exactly once; while it has not, its blocks are in use.
@@ -98,7 +101,8 @@ class TransferThread(Generic[JobT]):
         self.outcomes.update(outcomes)
         self.on_ended(job, outcomes, self._clock.now_ns() - (deadline_ns - self._patience_ns))
         failed = tuple(index for index, outcome in enumerate(outcomes) if outcome is not StoreOutcome.OK)
-        self._ended.append((job, Ended(job.job_id, 1, failed)))
+        gone = tuple(index for index in failed if outcomes[index] in _GONE)
+        self._ended.append((job, Ended(job.job_id, 1, failed, gone)))
 
 
 Ask: TypeAlias = Callable[[KVStore[Any], GroupRuns, int], GroupRuns]

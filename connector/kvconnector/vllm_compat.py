@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -16,7 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.utils.network_utils import get_ip
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -24,6 +29,8 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
     iter_layer_specs,
 )
 
@@ -31,9 +38,12 @@ from kvconnector.keys import Place
 from kvcore.engine.model import flagged_or_all
 from kvcore.errors import InvalidArgument, require
 from kvcore.keys import NamespaceField
+from kvcore.kv_events import BlockExtras, BlocksRemoved, BlocksStored, no_extra_keys, untagged
 from kvcore.spec import ChunkedLocal, FullAttention, GroupSpec, ModelSpec, Recurrent, Scratch, SlidingWindow
+from kvcore.types import Run
 
 __all__ = [
+    "KVCacheEvent",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
     "KVConnectorPromMetrics",
@@ -44,12 +54,16 @@ __all__ = [
     "SupportsHMA",
     "describe_hashes",
     "describe_model",
+    "event_extra_keys",
     "get_ip",
     "hash_block_size",
     "in_tree_model_name",
     "in_tree_places",
+    "lora_name",
     "namespace_fields",
     "num_ranks",
+    "published",
+    "publishes_events",
     "rank_of",
 ]
 
@@ -171,6 +185,52 @@ def num_ranks(vllm_config: Any) -> int:
 def rank_of(vllm_config: Any) -> int:
     """This worker's place among the engine's ranks, from 0."""
     return int(vllm_config.parallel_config.rank)
+
+
+def publishes_events(vllm_config: Any) -> bool:
+    """Whether the engine collects KV events, its own setting `enable_kv_cache_events`."""
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
+def lora_name(request: Any) -> str | None:
+    """Of the adapter that the request runs with."""
+    return None if request.lora_request is None else str(request.lora_request.lora_name)
+
+
+def event_extra_keys(request: Any, block_size: int, run: Run) -> Sequence[BlockExtras]:
+    """Per block of the run, what beside its tokens the engine has hashed into it, tagged."""
+    given = (request.lora_request, request.mm_features, request.cache_salt)
+    if not any(given) and request.prompt_embeds is None:
+        return no_extra_keys(run)
+    keys, item = [], 0
+    for block in range(*run):
+        block_keys, item = generate_block_hash_extra_keys(request, block * block_size, (block + 1) * block_size, item)
+        keys.append(block_keys)
+    return keys
+
+
+def published(event: BlocksStored | BlocksRemoved, kv_cache_config: Any) -> KVCacheEvent:
+    """The event about the pool in vLLM's form, hashes in the form that VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES chooses."""
+    hashes = [maybe_convert_block_hash(block_hash) for block_hash in event.block_hashes]
+    medium, group, locality = event.place.medium.value, event.place.group, "REMOTE"
+    if isinstance(event, BlocksRemoved):
+        return BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group, locality=locality)
+    parent, spec = event.parent_block_hash, kv_cache_config.kv_cache_groups[group].kv_cache_spec
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+        token_ids=list(event.token_ids),
+        block_size=event.block_size,
+        lora_id=None,  # deprecated for the name, which says more to another engine
+        medium=medium,
+        lora_name=event.lora_name,
+        extra_keys=untagged(event.extra_keys),
+        group_idx=group,
+        kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+        kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+        locality=locality,
+    )
 
 
 def _one_spec(group: Any) -> Any:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from kvconnector.jobs import Ended
 
 from kvcore.keys import Namespace
 from kvcore.planner import Planner
@@ -51,7 +52,7 @@ class Engine:
         self.half.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 48)
         output = SimpleNamespace(num_scheduled_tokens={}, kv_connector_block_state=None)
         (job,) = self.half.build_connector_meta(output).loads
-        self.half.update_connector_output(SimpleNamespace(finished=[(job.job_id, 1, (0, 1, 2))]))
+        self.half.update_connector_output(SimpleNamespace(finished=[Ended(job.job_id, 1, (0, 1, 2))]))
 
 
 def test_others_compute_when_it_is_not_seen_for_as_long_as_an_offer_stands():

@@ -94,7 +94,7 @@ def test_jobs_run_in_order_and_report_what_failed(transfers):
     for number, blocks in enumerate([4, 1, 0]):
         thread.submit(job(number, blocks))
     ended = [report for _, report in take(thread, 3)]
-    assert ended == [Ended(0, 1, (1, 3)), Ended(1, 1, ()), Ended(2, 1, ())]
+    assert ended == [Ended(0, 1, (1, 3), (1,)), Ended(1, 1, ()), Ended(2, 1, ())]
     assert order == [0, 1, 2]
     assert thread.outcomes == Counter({OK: 3, MISSING: 1, UNAVAILABLE: 1})
     assert thread.take_ended() == []

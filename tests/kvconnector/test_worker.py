@@ -176,7 +176,7 @@ def test_with_one_group_exactly_the_blocks_without_data_are_reported(workers, st
     outcome(worker)
     store.failing[b"h1"] = StoreOutcome.TIMEOUT
     step(worker, loads=[LoadJob(2, "b", N, entries((0, 3), (1, 4), (9, 5)), unwritten=(2,))])
-    assert outcome(worker) == ({"b"}, set(), {4, 5, 2}, [Ended(2, 1, (1, 2))])
+    assert outcome(worker) == ({"b"}, set(), {4, 5, 2}, [Ended(2, 1, failed=(1, 2), gone=(2,))])
     assert (worker.take_unloaded_block_ids(), worker.take_report()) == (set(), None)
 
 
@@ -191,13 +191,13 @@ def test_with_several_groups_the_request_is_reported_because_block_ids_are_ambig
         for total, new in zip((received, failed, blocks, ended), outcome(worker), strict=True):
             total.extend(new) if isinstance(total, list) else total.update(new)
     assert (received, failed, blocks) == ({"b", "c", "d"}, {"c", "d"}, set())
-    assert ended == [Ended(2, 1, ()), Ended(3, 1, (1,)), Ended(4, 1, ())]
+    assert ended == [Ended(2, 1, ()), Ended(3, 1, (1,), (1,)), Ended(4, 1, ())]
 
 
 def test_with_a_window_the_request_is_reported_because_its_past_is_missing(workers, store):
     worker = workers([random_cache(2)], spec=SlidingWindow(32, 64))
     step(worker, loads=[LoadJob(1, "a", N, entries((7, 3)))])
-    assert outcome(worker) == ({"a"}, {"a"}, set(), [Ended(1, 1, (0,))])
+    assert outcome(worker) == ({"a"}, {"a"}, set(), [Ended(1, 1, (0,), (0,))])
 
 
 def test_groups_and_ranks_and_namespaces_never_answer_for_each_other(workers):
@@ -211,7 +211,7 @@ def test_groups_and_ranks_and_namespaces_never_answer_for_each_other(workers):
     ]
     for worker, namespace, group in wrong:
         step(worker, loads=[LoadJob(2, "b", namespace, entries((0, 1), group=group))])
-        assert outcome(worker)[3] == [Ended(2, 1, (0,))]
+        assert outcome(worker)[3] == [Ended(2, 1, (0,), (0,))]
 
 
 def test_nothing_is_reported_while_a_byte_may_still_move(workers, store):
@@ -224,7 +224,7 @@ def test_nothing_is_reported_while_a_byte_may_still_move(workers, store):
     store.open.set()
     ended = []
     until(lambda: ended.extend(outcome(worker)[3]) or len(ended) == 2)
-    assert sorted(ended) == [Ended(1, 1, (0,)), Ended(2, 1, ())]
+    assert sorted(ended) == [Ended(1, 1, (0,), (0,)), Ended(2, 1, ())]
 
 
 SECRET = b"a secret of sixteen bytes"
@@ -253,7 +253,8 @@ def test_a_damaged_object_is_refused_counted_and_removed_or_not_noticed(workers,
     store.plant(shortened, store.raw(shortened)[1:])
     step(reader, loads=[LoadJob(2, "b", N, entries((0, 3), (1, 4), (2, 5)))])
     refused = {5} if integrity is Integrity.NONE else {4, 5}
-    assert outcome(reader) == ({"b"}, set(), refused, [Ended(2, 1, tuple(block - 3 for block in sorted(refused)))])
+    indices = tuple(block - 3 for block in sorted(refused))
+    assert outcome(reader) == ({"b"}, set(), refused, [Ended(2, 1, indices, indices)])
     assert torch.equal(target[3], source[0])
     counts = {name: count for name, count in reader.take_numbers({}).items() if name.startswith("keys_total")}
     if integrity is Integrity.NONE:
@@ -290,9 +291,9 @@ def test_a_layer_without_cache_is_named(store):
 def test_reports_of_several_ranks_add_up_in_any_order():
     from kvconnector.metadata import WorkerReport
 
-    left = WorkerReport((Ended(1, 1, (0, 2)), Ended(2, 1, ())))
-    right = WorkerReport((Ended(3, 1, (1,)), Ended(1, 2, (2, 5))))
-    assert left.aggregate(right).finished == (Ended(1, 3, (0, 2, 5)), Ended(2, 1, ()), Ended(3, 1, (1,)))
+    left = WorkerReport((Ended(1, 1, (0, 2), (2,)), Ended(2, 1, ())))
+    right = WorkerReport((Ended(3, 1, (1,)), Ended(1, 2, (2, 5), (5,))))
+    assert left.aggregate(right).finished == (Ended(1, 3, (0, 2, 5), (2, 5)), Ended(2, 1, ()), Ended(3, 1, (1,)))
     assert sorted(right.aggregate(left).finished) == sorted(left.aggregate(right).finished)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import combinations
 from random import SystemRandom
 from types import SimpleNamespace
@@ -51,7 +52,8 @@ def pool_names(extras):
 
 
 def event_of(extras):
-    prompt = Prompt(TOKENS, B, tuple(hash_blocks(TOKENS, B, extras=extras)), extras)
+    hashes, lora = tuple(hash_blocks(TOKENS, B, extras=extras)), extras.lora and extras.lora.name
+    prompt = Prompt(TOKENS, B, hashes, partial(extra_keys, extras, B), lora)
     return stored_events(prompt, ((0, 3),), Place(Medium.CPU, GroupId(0)))
 
 

@@ -1,13 +1,14 @@
 """Events say where a block belongs, whatever was stored before it: case S16, and what an index makes of them."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import InvalidArgument
-from kvcore.hashing import NO_EXTRAS, Extras, Lora, MultiModal, PromptEmbeds, hash_blocks
+from kvcore.hashing import NO_EXTRAS, Extras, Lora, MultiModal, PromptEmbeds, extra_keys, hash_blocks
 from kvcore.kv_events import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -30,7 +31,8 @@ EXTRAS = st.sampled_from([NO_EXTRAS, Extras(Lora("x", "/x")), Extras(salt="x"), 
 
 def prompt_of(token_ids, extras=NO_EXTRAS):
     token_ids = tuple(token_ids)
-    return Prompt(token_ids, B, tuple(hash_blocks(token_ids, B, extras=extras)), extras)
+    hashes, lora = tuple(hash_blocks(token_ids, B, extras=extras)), extras.lora and extras.lora.name
+    return Prompt(token_ids, B, hashes, partial(extra_keys, extras, B), lora)
 
 
 # Few tokens and shared beginnings, so that prompts branch off one another.
@@ -73,7 +75,7 @@ def index_is_right(story, make_events):
                 index.apply(event)
             present |= {prompt.block_hashes[block] for block in blocks}
             for asked, _ in story:
-                assert index.prefix_blocks(asked.token_ids, B, asked.extras) == leading(asked, present)
+                assert index.prefix_blocks(asked.token_ids, B, asked.keys_of) == leading(asked, present)
         assert len(index) == len(present)
 
 
@@ -136,12 +138,12 @@ def test_a_removed_block_ends_the_prefix_until_it_is_back(prompt, data):
     for event in removed_events(prompt, from_blocks(gone), POOL):
         index.apply(event)
         index.apply(event)  # told twice
-    assert index.prefix_blocks(prompt.token_ids, B, prompt.extras) == min(gone, default=num_blocks)
+    assert index.prefix_blocks(prompt.token_ids, B, prompt.keys_of) == min(gone, default=num_blocks)
     for event in ours(prompt, from_blocks(gone)):
         index.apply(event)
-    assert index.prefix_blocks(prompt.token_ids, B, prompt.extras) == num_blocks
+    assert index.prefix_blocks(prompt.token_ids, B, prompt.keys_of) == num_blocks
     index.apply(AllBlocksCleared())
-    assert len(index) == index.prefix_blocks(prompt.token_ids, B, prompt.extras) == 0
+    assert len(index) == index.prefix_blocks(prompt.token_ids, B, prompt.keys_of) == 0
 
 
 def test_other_places_say_nothing():

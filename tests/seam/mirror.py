@@ -6,6 +6,8 @@ Whoever drives it (the simulator, or any interleaving) drives both: every questi
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
+from kvconnector.jobs import Ended
+
 from kvcore.keys import Namespace
 from kvcore.memory import Experience
 from kvcore.plans import Lookup, Offer
@@ -187,7 +189,7 @@ class Half:
         failed_at = [index for index, entry in enumerate(job.entries) if self.place_of(entry) in lost]
         for rank in range(NUM_RANKS):
             mine = tuple(index for index in failed_at if index % NUM_RANKS == rank)
-            self.scheduler.update_connector_output(SimpleNamespace(finished=[(job.job_id, 1, mine)]))
+            self.scheduler.update_connector_output(SimpleNamespace(finished=[Ended(job.job_id, 1, mine)]))
 
     def place_of(self, named):
         """(index in `GroupRuns`, position) of what carries a group and a hash; what ends with a block is no tail."""
