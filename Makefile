@@ -1,18 +1,23 @@
-# Three commands for a fresh machine: each sets up what it needs in .venv and is quick the second time.
-#   make demo    the simulator: 16 instances with and without a shared KV pool (no vLLM needed, under 3 minutes)
-#   make test    every test, with the real vLLM (CPU) and the real Mooncake where they can be installed
-#   make check   the fast loop: format, lint, types, import arrows and all tests that need neither
-#   make clean   remove .venv and everything built
+# Commands for a fresh machine: each sets up what it needs in .venv and is quick the second time.
+#   make demo            the simulator: 16 instances with and without a shared KV pool (no vLLM needed, under 3 minutes)
+#   make demo-connector  two real vLLM engines (CPU) on a real Mooncake store, and two without
+#   make test            every test, with the real vLLM (CPU) and the real Mooncake where they can be installed
+#   make check           the fast loop: format, lint, types, import arrows and all tests that need neither
+#   make clean           remove .venv and everything built
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := check
-.PHONY: demo test check clean
+.PHONY: demo demo-connector test check clean
 
 demo: $(VENV)/.sim
 	@$(BIN)/kvsim demo
+
+demo-connector: $(VENV)/.dev
+	@$(MAKE) --no-print-directory $(VENV)/.engine || echo "make: the engine could not be installed" >&2
+	@$(BIN)/python -m testbed.demo
 
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory $(VENV)/.engine || echo "make: no engine here; its tests are skipped and counted" >&2

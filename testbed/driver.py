@@ -47,8 +47,10 @@ class Driver:
             }
         self.llm = LLM(**arguments)
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        self.computed = {}
+        self.computed, self.granted = {}, {}
         self._count_computed_tokens()
+        if self.scheduler.connector is not None:
+            self._count_granted_tokens()
 
     def _count_computed_tokens(self):
         schedule = self.scheduler.schedule
@@ -61,9 +63,22 @@ class Driver:
 
         self.scheduler.schedule = counted
 
+    def _count_granted_tokens(self):
+        update = self.scheduler.connector.update_state_after_alloc
+
+        def counted(request, blocks, num_external_tokens):
+            self.granted[request.request_id] = self.granted.get(request.request_id, 0) + num_external_tokens
+            return update(request, blocks, num_external_tokens)
+
+        self.scheduler.connector.update_state_after_alloc = counted
+
     def generate(self, prompts, max_tokens):
-        """Greedy tokens, hit and time to first token per prompt (lists of token ids); wall time and computed tokens."""
+        """Greedy tokens, hit and time to first token per prompt (lists of token ids).
+
+        For the batch: wall time, tokens computed, and tokens that were to be loaded.
+        """
         self.computed.clear()
+        self.granted.clear()
         start = time.perf_counter()
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(max_tokens), use_tqdm=False)
         return {
@@ -72,6 +87,7 @@ class Driver:
             "cached": [output.num_cached_tokens for output in outputs],
             "ttft_s": [output.metrics.first_token_latency for output in outputs],
             "computed": sum(self.computed.values()),
+            "granted": sum(self.granted.values()),
         }
 
     def reset_local(self, connector=False):

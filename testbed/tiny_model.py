@@ -5,6 +5,7 @@
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -12,13 +13,16 @@ WEIGHT_STD = 0.15
 CONFIGS = json.loads(Path(__file__).with_name("tiny_models.json").read_text())
 
 
-def write_tiny_model(name, folder, seed=0):
-    """Write model `name` of tiny_models.json into `folder`, and return the folder as the engine's model path."""
+def write_tiny_model(name, folder, seed=0, changes=MappingProxyType({})):
+    """Write model `name` of tiny_models.json into `folder`, and return the folder as the engine's model path.
+
+    `changes`: entries of its configuration that are to be others.
+    """
     from safetensors.numpy import save_file  # comes with the engine
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = CONFIGS[name]
+    config = {**CONFIGS[name], **changes}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_weights(config, np.random.default_rng(seed)), folder / "model.safetensors")
     return str(folder)

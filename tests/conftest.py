@@ -1,15 +1,11 @@
-"""Profiles, the environment of every run, and the reasons for which a test may be skipped. Nothing heavier."""
+"""Profiles, the environment of every run, and what is skipped where something is missing. Nothing heavier."""
 
-import ctypes
-import importlib.util
 import os
-import shutil
-import sys
-from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from testbed.needs import missing
 
 settings.register_profile("fast", max_examples=50, deadline=None)
 settings.register_profile(
@@ -29,24 +25,6 @@ os.environ.update(
     PYTHONHASHSEED="0",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
 )
-
-
-@cache
-def missing(marker: str) -> str | None:
-    """Why tests with this marker cannot run here, or None."""
-    if marker == "engine" and importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed (make test installs it where it can)"
-    if marker != "store":
-        return None
-    if importlib.util.find_spec("mooncake") is None:
-        return "Mooncake is not installed (make test installs it where it can)"
-    if shutil.which("mooncake_master", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") is None:
-        return "mooncake_master is neither beside Python nor on PATH"
-    try:
-        ctypes.CDLL("libibverbs.so.1")
-    except OSError:
-        return "libibverbs.so.1, which Mooncake is linked against, is not installed"
-    return None
 
 
 def pytest_runtest_setup(item):
