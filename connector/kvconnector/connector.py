@@ -78,6 +78,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._recorder: Recorder | None = None
         self._control: ControlFile | None = None
+        self._breaker_series = BREAKER.of(role.name.lower())
         transfer = vllm_config.kv_transfer_config
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_role)
         _set_load_failure_policy(transfer, config.on_load_failure)
@@ -244,7 +245,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         return access if self._control is None else access.within(self._control.access)
 
     def _levels(self) -> dict[Series, int]:
-        levels = {BREAKER.of(self.role.name.lower()): BREAKER_LEVEL[self._store.state]}
+        levels = {self._breaker_series: BREAKER_LEVEL[self._store.state]}
         if self._control is not None:
             uses = {"reads": self._control.access.reads, "writes": self._control.access.writes}
             levels |= {SWITCHED_OFF.of(use): int(switch is Switch.OFF) for use, switch in uses.items()}

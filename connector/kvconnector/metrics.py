@@ -202,7 +202,9 @@ class Tally:
             value = [amount] if METRIC_OF[series].kind is Kind.SECONDS else amount
             taken[series] = taken[series] + value if series in taken else value
         before, self._levels = self._levels, levels
-        taken.update((series, level) for series, level in levels.items() if level or before.get(series))
+        for series, level in levels.items():
+            if level or before.get(series):
+                taken[series] = level
         return taken
 
 

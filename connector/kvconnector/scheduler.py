@@ -30,6 +30,8 @@ from kvcore.units import div_ceil
 NULL_BLOCK_ID = 0
 """The engine's placeholder in a block table, for a block it does not hold (any more)."""
 
+_WAITING_LOOKUPS, _PINNED = WAITING.of(Operation.LOOKUP.value), PINNED.of()
+
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
@@ -168,8 +170,7 @@ class SchedulerHalf:
     def take_numbers(self, levels: Mapping[Series, int]) -> Numbers:
         """What was counted since the last call, with gauges of the caller's own; call it once for each step."""
         pinned = sum(len(job.pinned) for job in self._jobs.values())
-        waiting = {WAITING.of(Operation.LOOKUP.value): self._lookups.num_waiting}
-        return self._tally.take({**levels, **waiting, PINNED.of(): pinned})
+        return self._tally.take({**levels, _WAITING_LOOKUPS: self._lookups.num_waiting, _PINNED: pinned})
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
         """The request ended; its blocks may be freed at once, those still to be stored are pinned."""

@@ -59,6 +59,8 @@ class TransferThread(Generic[JobT]):
 
     def take_ended(self) -> list[tuple[JobT, Ended]]:
         """The jobs that ended since the last call, with what failed."""
+        if not self._waiting and not self._ended:  # in most steps; what ends just now is the next one's
+            return []
         now_ns = self._clock.now_ns()
         with self._changed:
             while self._waiting and self._waiting[0][1] <= now_ns:

@@ -24,6 +24,8 @@ from kvcore.types import GroupId
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
 
+_WAITING_LOADS, _WAITING_STORES = (WAITING.of(operation.value) for operation in (Operation.LOAD, Operation.STORE))
+
 
 class WorkerHalf:
     """One per worker of an engine that serves `model`. `rank` is the shard of every block that it holds.
@@ -87,6 +89,8 @@ class WorkerHalf:
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """The requests whose load ended since the last call, and those that must start over because it failed."""
         loads, stores = self._loads.take_ended(), self._stores.take_ended()
+        if not loads and not stores:
+            return KVConnectorTransferResults()
         self._ended += [ended for _, ended in (*loads, *stores)]
         failed = [(job, ended) for job, ended in loads if ended.failed or job.unwritten]
         for job, ended in failed:
@@ -108,8 +112,8 @@ class WorkerHalf:
 
     def take_numbers(self, levels: Mapping[Series, int]) -> Numbers:
         """What was counted since the last call, with gauges of the caller's own."""
-        waiting = {Operation.LOAD: self._loads.num_waiting, Operation.STORE: self._stores.num_waiting}
-        return self._tally.take({**levels, **{WAITING.of(name.value): jobs for name, jobs in waiting.items()}})
+        waiting = {_WAITING_LOADS: self._loads.num_waiting, _WAITING_STORES: self._stores.num_waiting}
+        return self._tally.take({**levels, **waiting})
 
     def close(self) -> bool:
         """Stop both threads, and say whether they have ended."""
