@@ -14,7 +14,7 @@ from tests.support import PROJECT
 METADATA = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 # What a room may import that is on PyPI: the base install, and the extra that belongs to it.
-EXTRA_OF = {"kvcore": ("xxhash",), "kvconnector": ("connector",), "kvsim": ("sim",)}
+EXTRA_OF = {"kvcore": ("xxhash",), "kvconnector": ("connector", "xxhash"), "kvsim": ("sim",)}
 ENGINE = {"vllm", "torch", "mooncake"}
 COMES_WITH_ENGINE = {"safetensors", "transformers"}
 COMES_WITH = {"vllm": "torch", "pydantic": "pydantic_core"}
