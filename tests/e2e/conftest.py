@@ -3,6 +3,7 @@
 import os
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -20,13 +21,14 @@ CONNECTOR = {
 
 @dataclass
 class Engines:
-    """`plain` has no connector: what it computes is right. `writer` and `reader` share the pool."""
+    """`plain` has no connector: what it computes is right. `writer` and `reader` share the pool, and a control file."""
 
     model: str
     pool: Pool
     plain: Engine
     writer: Engine
     reader: Engine
+    control_file: Path
 
     def store(self, prompts, max_tokens=16):
         """Let the writer compute the prompts; when this returns, all of it is in the pool."""
@@ -63,8 +65,10 @@ def engines(request, pool, tmp_path_factory):
     try:
         # The first one compiles for all; the others start together.
         plain = start("plain", None).ready()
-        writer, reader = start("writer", CONNECTOR), start("reader", CONNECTOR)
-        yield Engines(model, pool, plain, writer.ready(), reader.ready())
+        control_file = folder / "control.toml"
+        connector = {**CONNECTOR, "extra": {**CONNECTOR["extra"], "control_file": str(control_file)}}
+        writer, reader = start("writer", connector), start("reader", connector)
+        yield Engines(model, pool, plain, writer.ready(), reader.ready(), control_file)
     finally:
         for engine in started:
             engine.kill()

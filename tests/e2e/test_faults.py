@@ -23,6 +23,21 @@ def broken_gets(engines):
 
 
 @pytest.fixture
+def control(engines):
+    """Give both engines' control file this content, or take it away; when this returns, they have read it."""
+
+    def say(text):
+        if text is None:
+            engines.control_file.unlink(missing_ok=True)
+        else:
+            engines.control_file.write_text(text)
+        time.sleep(2)  # they look once a second
+
+    yield say
+    say(None)
+
+
+@pytest.fixture
 def free_blocks(engines):
     """The reader's pool is whole again after the test: nothing stays pinned."""
     before = engines.reader.call("free_blocks")
@@ -74,18 +89,41 @@ def test_requests_aborted_while_they_load_end_once_and_leave_no_block_behind(eng
     assert (answer["cached"], answer["tokens"]) == ([672], right)
 
 
-def test_a_frozen_master_delays_a_request_by_the_lookup_s_deadline_at_most(engines, prompt, free_blocks):
-    prompts = [prompt(700, 1), prompt(700, 2)]
+def test_reads_and_writes_are_switched_off_and_on_by_a_file(engines, prompt, control, free_blocks):
+    first, second = prompt(700, 1), prompt(700, 2)
+    right = engines.plain.generate([first, second])["tokens"]
+    engines.store([first])
+    control('reads = "off"')
+    answer = engines.read([first])
+    assert (answer["cached"], answer["tokens"]) == ([0], right[:1])
+    control('writes = "off"')
+    assert engines.read([first])["cached"] == [672]
+    stored = set(engines.pool.master.stored_keys())
+    assert engines.store([second])["tokens"] == right[1:]
+    assert set(engines.pool.master.stored_keys()) == stored
+    control("writes = maybe")
+    assert engines.reader.generate([prompt(40)])["tokens"]
+    assert engines.reader.call("metrics")["control_refused{}"] == 1
+    control(None)
+    engines.store([second])  # the writer finds it in its own cache
+    answer = engines.read([second])
+    assert (answer["cached"], answer["tokens"]) == ([672], right[1:])
+    assert engines.reader.call("metrics")["control_refused{}"] == 0
+
+
+def test_a_frozen_master_delays_the_first_requests_by_the_lookup_s_deadline_and_no_other(engines, prompt, free_blocks):
+    prompts = [prompt(700, number) for number in range(1, 5)]
     right = engines.store(prompts)["tokens"]
     engines.pool.master.process.freeze()
     try:
-        # The first question hangs, so the second is not even asked.
-        patience_s = (LOOKUP_DEADLINE_S + 10.0, LOOKUP_DEADLINE_S)
+        # The first question hangs, so the next two are turned away, and the fourth is not asked at all.
+        patience_s = (LOOKUP_DEADLINE_S + 10.0, *[LOOKUP_DEADLINE_S] * 3)
         for tokens, expected, limit_s in zip(prompts, right, patience_s, strict=True):
             start = time.monotonic()
             answer = engines.reader.generate([tokens])
             assert time.monotonic() - start < limit_s
             assert (answer["cached"], answer["tokens"]) == ([0], [expected])
+        assert engines.reader.call("metrics")["breaker_state{scheduler}"] > 0
     finally:
         engines.pool.master.process.thaw()
     engines.reader.call("settle")

@@ -5,7 +5,9 @@ import json
 import pytest
 from kvconnector.config import ConnectorConfig, Integrity, LoadFailure, PoolConfig, read_config
 
+from kvcore.breaker import Tolerance
 from kvcore.errors import InvalidArgument
+from kvcore.units import NS_PER_MS
 
 MASTER = {"master_server_address": "10.0.0.1:50051"}
 
@@ -157,3 +159,35 @@ def test_integrity_that_cannot_be_is_refused_with_the_fix_and_without_the_secret
     with pytest.raises(InvalidArgument, match=message) as error:
         read(extra, {"OURS": SECRET, "SHORT": "short"})
     assert SECRET not in str(error.value)
+
+
+# -- incidents ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_put_up_with_follows_the_lookup_s_deadline():
+    assert read().breaker == Tolerance()
+    extra = {"breaker_failures": 5, "breaker_probe_ms": 200, "breaker_max_probe_ms": 400, "lookup_deadline_ms": 50}
+    assert read(extra).breaker == Tolerance(5, 50 * NS_PER_MS, 200 * NS_PER_MS, 400 * NS_PER_MS)
+    assert read({"breaker_probe_ms": 60_000}).breaker.max_probe_ns == 60_000 * NS_PER_MS
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"breaker_failures": 0}, "breaker_failures = 0: expected an integer >= 1"),
+        ({"breaker_probe_ms": 0}, "breaker_probe_ms"),
+        (
+            {"breaker_probe_ms": 500, "breaker_max_probe_ms": 499},
+            "breaker_max_probe_ms = 499: expected an integer >= 500",
+        ),
+        ({"control_file": True}, "control_file = True: expected a string"),
+        ({"controlfile": "x"}, "did you mean control_file"),
+    ],
+)
+def test_a_breaker_or_control_file_that_makes_no_sense_is_refused(extra, message):
+    with pytest.raises(InvalidArgument, match=message):
+        read(extra)
+
+
+def test_there_is_no_control_file_unless_the_user_names_one():
+    assert (read().control_file, read({"control_file": "/run/kvtwin.toml"}).control_file) == ("", "/run/kvtwin.toml")
