@@ -156,7 +156,7 @@ class Lone:
         return answer
 
 
-def start(folder, model, integrity):
+def start(folder, model, integrity, forced=None, **options):
     pool = Pool(folder)
     extra = {**CONNECTOR["extra"], "integrity": integrity}
     if integrity == "keyed":
@@ -164,6 +164,8 @@ def start(folder, model, integrity):
     config = {
         "model": write_tiny_model(model, folder / "model"),
         "connector": {**CONNECTOR, "extra": extra},
+        "options": options,
+        "forced": forced or {},
     }
     return Lone(pool, Engine(config, folder / "engine.log", {**pool.environment(), VARIABLE: SECRET}))
 
@@ -216,3 +218,33 @@ def test_noise_of_the_same_length_changes_no_token(lone, prompt):
     right = lone.generate(tokens)["tokens"]
     overwrite_with_noise(lone.pool)
     assert lone.generate(tokens)["tokens"] == right
+
+
+BUSY = {"max_num_batched_tokens": 128, "max_num_seqs": 8}
+MODELS = {
+    "gemma3": {},
+    "lfm2": {"block_size": 128, "mamba_cache_mode": "align"},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_busy_engine_refuses_nothing_of_its_own(model, tmp_path, prompt):
+    """What is stored is final, though steps overlap, prompts come in chunks and answers go on in the next block."""
+    forced = {
+        "scheduler_config": {"async_scheduling": True, "enable_chunked_prefill": True},
+        "cache_config": {"enable_prefix_caching": True},
+    }
+    lone = start(tmp_path, model, "checksum", forced, **BUSY, **MODELS[model])
+    prompts = [prompt(length, number) for number, length in enumerate((700, 650, 600, 513, 400, 390, 300, 257))]
+    try:
+        watch = Watch(lone.engine)
+        for _ in range(3):
+            assert lone.engine.call("reset_local")
+            lone.engine.generate(prompts, max_tokens=90)
+            lone.engine.call("settle")
+        changes = watch.changes()
+        assert changes["keys_total{load,ok}"] > 8
+        assert [name for name in changes if "bad_" in name] == []
+    finally:
+        lone.engine.kill()
+        lone.pool.kill()
