@@ -332,16 +332,19 @@ def test_models_that_write_a_block_while_it_is_stored_are_refused(model, why):
 
 
 def namespace_of(monkeypatch, **extra):
-    from kvconnector.connector import KVTwinConnector
-    from kvconnector.vllm_compat import KVConnectorRole
-
     from tests.kvconnector import modelless_engine as modelless
-    from tests.kvconnector.test_vllm_compat import cache_config
 
-    modelless.without_threads(monkeypatch)
-    made = modelless.make_config(4, 16, 1, 1, 64, "fcfs", True)
-    made.kv_transfer_config.kv_connector_extra_config.update(extra)
-    return KVTwinConnector(made, KVConnectorRole.SCHEDULER, cache_config(modelless.full(4)))._scheduler.namespace
+    make_config = modelless.make_config
+
+    def with_extra(*arguments, **options):
+        made = make_config(*arguments, **options)
+        made.kv_transfer_config.kv_connector_extra_config.update(extra)
+        return made
+
+    with monkeypatch.context() as patch:
+        modelless.without_threads(patch)
+        patch.setattr(modelless, "make_config", with_extra)
+        return modelless.Engine([modelless.full(4)], 16).half.namespace
 
 
 @pytest.mark.engine
