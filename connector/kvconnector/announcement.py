@@ -13,8 +13,14 @@ def announcement(config: ConnectorConfig, keys: KeySpace, model: ModelSpec, hash
         f"kvtwin: {config.role.value}: {_use(config)} {_pool(config)}; shared with every engine in namespace "
         f"{keys.namespace or '(none)'} of key format {config.key_format.value}, integrity {config.integrity.value}: "
         f"{_groups(model.groups)}, hashed every {keys.hash_block_size} tokens by {hashes}, "
-        f"one shard for each of {keys.num_ranks} rank(s)"
+        f"{_shards(keys, model)} on {keys.num_ranks} rank(s)"
     )
+
+
+def _shards(keys: KeySpace, model: ModelSpec) -> str:
+    """How many objects each block is; one number where groups agree."""
+    numbers = [keys.num_shards(group) for group in range(len(model.groups))]
+    return f"{' + '.join(map(str, numbers if len(set(numbers)) > 1 else numbers[:1]))} shard(s) of each block"
 
 
 def _use(config: ConnectorConfig) -> str:

@@ -39,9 +39,9 @@ from kvconnector.vllm_compat import (
     in_tree_model_name,
     in_tree_places,
     namespace_fields,
-    num_ranks,
     publishes_events,
     rank_of,
+    shardings,
 )
 from kvconnector.worker import WorkerHalf
 from kvcore.access import Access, Switch
@@ -87,13 +87,14 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         model = describe_model(vllm_config, kv_cache_config)
         require_final_blocks(config.integrity, model)
         seal = seal_of(config)
+        cuts = shardings(vllm_config, kv_cache_config)
         names = _key_format(config, seal, model, vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             store = MooncakeStore(pool.lookup_only(), clock, text=names.text)
             self._store = GuardedStore(store, Breaker(config.breaker), clock, role.name.lower())
             self._lookups = LookupThread(self._store, clock)
             unit = hash_block_size(vllm_config, kv_cache_config)
-            keys = KeySpace(names.namespace, unit, num_ranks(vllm_config))
+            keys = KeySpace(names.namespace, unit, cuts[0].layout.num_ranks, cuts)
             logger.info(announcement(config, keys, model, describe_hashes(vllm_config)))
             self._scheduler = SchedulerHalf(
                 Planner(model), _policy(config, kv_cache_config.num_blocks), keys, self._lookups, clock
@@ -111,7 +112,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             store = MooncakeStore(pool, clock, text=names.text)
             self._store = GuardedStore(store, Breaker(config.breaker), clock, role.name.lower())
             memory = self._store if seal is None else SealedStore(self._store, seal)
-            self._worker = WorkerHalf(config, memory, clock, rank_of(vllm_config), model, names.layouts)
+            self._worker = WorkerHalf(config, memory, clock, rank_of(vllm_config), model, names.layouts, cuts)
             self._stop, self._take_numbers = self._worker.close, self._worker.take_numbers
         self._store.join(clock.now_ns() + JOIN_PATIENCE_NS)
 

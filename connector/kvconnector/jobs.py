@@ -29,15 +29,6 @@ class LoadJob(NamedTuple):
     unwritten: tuple[int, ...] = ()
 
 
-class StoreJob(NamedTuple):
-    """Write the entries' blocks, which are full once the step that brings this job has run."""
-
-    job_id: JobId
-    request_id: str
-    namespace: Namespace
-    entries: tuple[Entry, ...]
-
-
 class Ended(NamedTuple):
     """`num_ranks` ranks are done with the job; entries with an index in `failed` were not moved by all of them.
 
@@ -48,3 +39,25 @@ class Ended(NamedTuple):
     num_ranks: int
     failed: tuple[int, ...]
     gone: tuple[int, ...] = ()
+
+
+class StoreJob(NamedTuple):
+    """Write the entries' blocks, which are full once the step that brings this job has run.
+
+    One rank's part of a job has those of its entries whose indices are in `part`.
+    """
+
+    job_id: JobId
+    request_id: str
+    namespace: Namespace
+    entries: tuple[Entry, ...]
+    part: tuple[int, ...] | None = None
+
+    def only(self, part: tuple[int, ...]) -> "StoreJob":
+        """The job of a rank that writes only these entries."""
+        return self._replace(entries=tuple(self.entries[index] for index in part), part=part)
+
+    def whole(self, ended: Ended) -> Ended:
+        """A report about this part, as one about the whole job."""
+        part = self.part
+        return ended if part is None else ended._replace(failed=tuple(part[index] for index in ended.failed))

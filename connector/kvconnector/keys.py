@@ -12,6 +12,7 @@ from kvconnector.layout import CacheView, GroupLayout, group_layouts
 from kvconnector.regions import region_layouts
 from kvcore.errors import require
 from kvcore.keys import BlockHash, BlockKey, Namespace, format_key
+from kvcore.ranks import Sharding
 from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow
 
 LayoutsOf: TypeAlias = Callable[
@@ -22,11 +23,19 @@ LayoutsOf: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class KeySpace:
-    """How blocks of this engine are named in the pool; a block is present when all `num_ranks` shards of it are."""
+    """How blocks of this engine are named in the pool; a block is present when all shards of it are.
+
+    `cuts` says per group which of the `num_ranks` ranks hold which shard; without, each rank has one of its own.
+    """
 
     namespace: Namespace
     hash_block_size: int
     num_ranks: int
+    cuts: tuple[Sharding, ...] = ()
+
+    def num_shards(self, group: int) -> int:
+        """Objects that a block of the group is."""
+        return self.cuts[group].num_shards if self.cuts else self.num_ranks
 
     def block_hash(self, hashes: Sequence[bytes], num_tokens: int) -> BlockHash:
         """The hash over the first `num_tokens`, out of the request's chain at the hash unit."""

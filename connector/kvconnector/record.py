@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvcore.errors import InvalidArgument
 from kvcore.frontier import Frontier
-from kvcore.group_runs import count_blocks
-from kvcore.keys import Namespace
+from kvcore.keys import Namespace, Shards
 from kvcore.plans import Decisions
 from kvcore.ports import Clock
 from kvcore.request import KVRequest
+from kvcore.runs import num_blocks
 from kvcore.spec import ModelSpec
 from kvcore.units import NS_PER_S
 
@@ -66,11 +66,13 @@ class Life:
         if self.admitted_ns is None:
             self.admitted_ns = now_ns
 
-    def answered(self, dialogue: Frontier, num_ranks: int) -> None:
-        """A lookup ended; a key was asked for each rank's shard of a block."""
+    def answered(self, dialogue: Frontier, shards: Shards) -> None:
+        """A lookup ended; a key was asked for each shard of a block."""
         self.lookups += 1
         self.rounds += dialogue.rounds
-        self.keys_asked += count_blocks(dialogue.asked) * num_ranks
+        self.keys_asked += sum(
+            num_blocks(runs) * num_shards for runs, (_, num_shards) in zip(dialogue.asked, shards, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)

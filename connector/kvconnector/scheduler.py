@@ -73,6 +73,7 @@ class SchedulerHalf:
         self._heeded = ALL_ACCESS
         self._keys = keys
         self._ranks = keys.num_ranks
+        self._shards = tuple((kind.group, keys.num_shards(kind.group)) for kind in planner.model.kinds)
         self._lookups = lookups
         self._clock = clock
         self._experience = Experience()
@@ -263,19 +264,18 @@ class SchedulerHalf:
         for tracked, lookup in self._lookups.take_answers():
             now_ns = self._clock.now_ns()
             self._tally.answered(lookup, lookup.deadline_ns - self._policy.lookup_deadline_ns, now_ns)
-            tracked.life.answered(lookup.dialogue, self._ranks)
+            tracked.life.answered(lookup.dialogue, self._shards)
             tracked.machine.lookup_answered(lookup.ticket, now_ns)
 
     def _exists(
         self, names: KeySpace, hashes: Sequence[bytes], store: KVStore[Any], question: GroupRuns, deadline_ns: int
     ) -> GroupRuns:
         """The blocks all of whose shards are there. Runs on the lookup thread."""
-        shards = tuple((kind.group, names.num_ranks) for kind in self._planner.model.kinds)
-        keys = shard_keys(names.namespace, shards, partial(self._hashes_of, hashes), question)
+        keys = shard_keys(names.namespace, self._shards, partial(self._hashes_of, hashes), question)
         outcomes = store.exists(keys, deadline_ns)
         self._tally.keys(Operation.LOOKUP, outcomes)
         present = [outcome is StoreOutcome.OK for outcome in outcomes]
-        return whole_blocks(shards, question, present)
+        return whole_blocks(self._shards, question, present)
 
     def _load(self, tracked: _Tracked, load: Load, block_ids: Sequence[Sequence[int]]) -> None:
         entries, places, missing = self._entries(tracked, load.blocks, block_ids)

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -39,6 +40,7 @@ from kvcore.engine.model import flagged_or_all
 from kvcore.errors import InvalidArgument, require
 from kvcore.keys import NamespaceField
 from kvcore.kv_events import BlockExtras, BlocksRemoved, BlocksStored, no_extra_keys, untagged
+from kvcore.ranks import RankLayout, Sharding
 from kvcore.spec import ChunkedLocal, FullAttention, GroupSpec, ModelSpec, Recurrent, Scratch, SlidingWindow
 from kvcore.types import Run
 
@@ -61,11 +63,14 @@ __all__ = [
     "in_tree_places",
     "lora_name",
     "namespace_fields",
-    "num_ranks",
     "published",
     "publishes_events",
     "rank_of",
+    "shardings",
 ]
+
+_KV_HEADS = re.compile("kv_head|key_value_head|query_group|attention_group|heads_in_group")
+"""In the name of a field of a model's configuration: a number of KV heads."""
 
 
 def describe_model(vllm_config: Any, kv_cache_config: Any) -> ModelSpec:
@@ -115,6 +120,7 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, Namesp
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "shards": [sharding.num_shards for sharding in shardings(vllm_config, kv_cache_config)],
     }
 
 
@@ -124,9 +130,10 @@ def in_tree_model_name(vllm_config: Any) -> str:
 
 
 def in_tree_places(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[Place, ...], ...]:
-    """Per group, the place in vLLM's MooncakeStoreConnector of each rank's shard; nothing where no key is made.
+    """Per group, the place in vLLM's MooncakeStoreConnector of each shard; nothing where no key is made.
 
-    Raises InvalidArgument naming what that connector stores in another way.
+    Where that connector takes ranks to have equal bytes and `shardings` does not, they have the same place. Raises
+    InvalidArgument naming what that connector stores in another way.
     """
     parallel, num_host_blocks = vllm_config.parallel_config, kv_cache_config.hisparse_host_num_blocks
     fix = 'with key_format "vllm"; set key_format to "kvtwin"'
@@ -136,10 +143,11 @@ def in_tree_places(vllm_config: Any, kv_cache_config: Any) -> tuple[tuple[Place,
     num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
     cacheable = kv_cache_config.prefix_cacheable_group_ids
     places: list[tuple[Place, ...]] = []
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+    cuts = shardings(vllm_config, kv_cache_config)
+    for index, (group, cut) in enumerate(zip(kv_cache_config.kv_cache_groups, cuts, strict=True)):
         replicas = _tensor_replicas(group, parallel.tensor_parallel_size, num_kv_heads)
-        ranks = range(num_ranks(vllm_config) if index in cacheable else 0)
-        places.append(tuple(_in_tree_place(parallel, rank, replicas) for rank in ranks))
+        holders = cut.holders if index in cacheable else ()
+        places.append(tuple(_in_tree_place(parallel, ranks[0], replicas) for ranks in holders))
     return tuple(places)
 
 
@@ -173,18 +181,50 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def num_ranks(vllm_config: Any) -> int:
-    """Workers of one engine, each of which holds, loads and stores its own shard of every block."""
+def shardings(vllm_config: Any, kv_cache_config: Any) -> tuple[Sharding, ...]:
+    """Per group, which of the engine's ranks hold which part of its blocks.
+
+    Raises InvalidArgument for context parallelism, under which a block's tokens are dealt out.
+    """
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         require(size == 1, name, size, "1: sharding by context is not supported")
-    return int(parallel.world_size)
+    layout = RankLayout(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
+    groups = kv_cache_config.kv_cache_groups
+    return tuple(Sharding(layout, _num_parts(vllm_config.model_config, group, layout.tp)) for group in groups)
 
 
 def rank_of(vllm_config: Any) -> int:
     """This worker's place among the engine's ranks, from 0."""
     return int(vllm_config.parallel_config.rank)
+
+
+def _num_parts(model: Any, group: Any, tp: int) -> int:
+    """Tensor ranks of the group that differ in their bytes: latents are on all of them, a KV head on some.
+
+    All of them, unless it is certain that the rest are replicas: two that differ must not share an object.
+    """
+    specs = list(iter_layer_specs(group.kv_cache_spec))
+    if tp == 1 or any(isinstance(spec, MambaSpec) or getattr(spec, "num_kv_heads", 0) != 1 for spec in specs):
+        return tp
+    if all(isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) for spec in specs):
+        return 1
+    num_kv_heads = int(model.get_total_num_kv_heads())
+    named = set(_numbers_of_kv_heads(getattr(model, "hf_text_config", None)))
+    return num_kv_heads if tp % num_kv_heads == 0 and named <= {num_kv_heads, None} else tp
+
+
+def _numbers_of_kv_heads(config: Any) -> Iterable[object]:
+    """Every number of KV heads that a model's configuration names; layers may differ in it."""
+    fields = config.to_dict() if hasattr(config, "to_dict") else config
+    if isinstance(fields, Mapping):
+        for name, value in fields.items():
+            named = _KV_HEADS.search(str(name)) and not isinstance(value, Mapping)
+            yield from (value if isinstance(value, list | tuple) else [value]) if named else _numbers_of_kv_heads(value)
+    elif isinstance(fields, list | tuple):
+        for value in fields:
+            yield from _numbers_of_kv_heads(value)
 
 
 def publishes_events(vllm_config: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvconnector.config import ConnectorConfig, Integrity
-from kvconnector.jobs import Ended, LoadJob, StoreJob
+from kvconnector.jobs import Ended, Entry, LoadJob, StoreJob
 from kvconnector.keys import LayoutsOf
 from kvconnector.layout import CacheView, GroupLayout, group_layouts
 from kvconnector.metadata import StepMetadata, WorkerReport
@@ -19,6 +19,7 @@ from kvconnector.vllm_compat import KVConnectorTransferResults
 from kvcore.errors import InvalidArgument, require
 from kvcore.keys import BlockKey, format_key
 from kvcore.ports import Clock, StoreOutcome
+from kvcore.ranks import Sharding
 from kvcore.spec import ModelSpec
 from kvcore.types import GroupId
 
@@ -28,9 +29,10 @@ _WAITING_LOADS, _WAITING_STORES = (WAITING.of(operation.value) for operation in 
 
 
 class WorkerHalf:
-    """One per worker of an engine that serves `model`. `rank` is the shard of every block that it holds.
+    """One per worker of an engine that serves `model`; `layouts` says what a block's value is.
 
-    `layouts` says what a block's value is.
+    `cuts` says per group which ranks hold which shard of its blocks, and take turns at storing it; every rank loads its
+    own. Without, each `rank` has a shard of its own.
 
     In each step: `start_load_kv`, `wait_for_save`, then `get_transfer_results`, which takes the jobs that have ended,
     and after it what it could not say: `take_unloaded_block_ids` (`ModelSpec.loads_in_part`), `take_report`, and
@@ -45,12 +47,16 @@ class WorkerHalf:
         rank: int,
         model: ModelSpec,
         layouts: LayoutsOf = group_layouts,
+        cuts: Sequence[Sharding] = (),
     ) -> None:
         self._store = store
         self._integrity = config.integrity
         self._layouts_of = layouts
         self._loads_in_part = model.loads_in_part
         self._rank = rank
+        self._cuts = cuts
+        self._shards = [cut.shard_of(rank) for cut in cuts] if cuts else [rank] * len(model.groups)
+        self._shares = any(len(holders) > 1 for cut in cuts for holders in cut.holders)
         self._layouts: tuple[GroupLayout, ...] = ()
         self._device = torch.device("cpu")
         self._ended: list[Ended] = []
@@ -66,6 +72,8 @@ class WorkerHalf:
         groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
         for layer in (layer for layers in groups for layer in layers if layer not in kv_caches):
             raise InvalidArgument("kv_caches", sorted(kv_caches), f"an entry for layer {layer}")
+        fix = "layers of every KV cache group on every pipeline stage; set another pipeline_parallel_size"
+        require(all(groups), "layers of the KV cache groups", groups, fix)
         views = {layer: [_view(layer, tensor) for tensor in _tensors(cache)] for layer, cache in kv_caches.items()}
         self._layouts = self._layouts_of(views, groups, kv_cache_config.num_blocks)
         tensors = [tensor for cache in kv_caches.values() for tensor in _tensors(cache)]
@@ -84,14 +92,14 @@ class WorkerHalf:
         if metadata.stores:
             computed = _fence(self._device)
             for job in metadata.stores:
-                self._stores.submit(job, computed)
+                self._stores.submit(self._own_part(job), computed)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """The requests whose load ended since the last call, and those that must start over because it failed."""
         loads, stores = self._loads.take_ended(), self._stores.take_ended()
         if not loads and not stores:
             return KVConnectorTransferResults()
-        self._ended += [ended for _, ended in (*loads, *stores)]
+        self._ended += [*(ended for _, ended in loads), *(job.whole(ended) for job, ended in stores)]
         failed = [(job, ended) for job, ended in loads if ended.failed or job.unwritten]
         for job, ended in failed:
             self._unloaded_block_ids.update(job.unwritten, (job.entries[index].block_id for index in ended.failed))
@@ -138,6 +146,16 @@ class WorkerHalf:
     def _put(self, job: StoreJob, deadline_ns: int) -> Sequence[StoreOutcome]:
         return self._store.put(*self._addressed(job), deadline_ns)
 
+    def _own_part(self, job: StoreJob) -> StoreJob:
+        """What it is this rank's turn to store; the other replicas store the rest."""
+        if not self._shares:
+            return job
+        return job.only(tuple(index for index, entry in enumerate(job.entries) if self._is_owner(entry)))
+
+    def _is_owner(self, entry: Entry) -> bool:
+        shard = self._shards[entry.group]
+        return shard is not None and self._cuts[entry.group].owner(shard, entry.group, entry.position) == self._rank
+
     def _require_readable(self) -> None:
         where = f'"none" with a KV cache on {self._device.type}: content is verified in memory of the host alone'
         readable = self._integrity is Integrity.NONE or self._device.type == "cpu"
@@ -158,7 +176,9 @@ class WorkerHalf:
         keys: list[BlockKey] = []
         buffers: list[Pieces] = []
         for group, _, block_hash, block_id in job.entries:
-            keys.append(BlockKey(job.namespace, group, self._rank, block_hash))
+            shard = self._shards[group]
+            assert shard is not None, f"no layer of group {group} on rank {self._rank}"
+            keys.append(BlockKey(job.namespace, group, shard, block_hash))
             buffers.append(self._layouts[group].locate(block_id))
         return keys, buffers
 

@@ -19,7 +19,7 @@ from kvconnector import connector as connector_module
 from kvconnector import worker as worker_module
 from kvconnector.config import ConnectorConfig, PoolConfig
 from kvconnector.jobs import Ended
-from kvconnector.vllm_compat import describe_model
+from kvconnector.vllm_compat import describe_model, shardings
 from kvconnector.worker import WorkerHalf
 from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -141,8 +141,8 @@ def without_threads(monkeypatch):
 class Rank:
     """One worker: its memory, its block tables, and the connector's worker half on top of them."""
 
-    def __init__(self, number, model, num_blocks):
-        self.half = WorkerHalf(ConnectorConfig(PoolConfig("nowhere:1")), None, None, number, model)
+    def __init__(self, number, model, num_blocks, cuts):
+        self.half = WorkerHalf(ConnectorConfig(PoolConfig("nowhere:1")), None, None, number, model, cuts=cuts)
         self.number, self.groups = number, model.groups
         self.memory = [[GARBAGE] * max(spec.block_size for spec in self.groups) for _ in range(num_blocks)]
         self.tables, self.texts, self.drafts, self.weights = {}, {}, {}, 0
@@ -212,11 +212,25 @@ class Rank:
 
 
 class Engine:
-    """`depth` steps may be under way: 1, or 2 as in asynchronous scheduling; each tries `num_drafts` tokens more."""
+    """`depth` steps may be under way: 1, or 2 as in asynchronous scheduling; each tries `num_drafts` tokens more.
 
-    def __init__(self, specs, num_blocks, num_ranks=1, depth=1, num_drafts=0, budget=24, policy="fcfs", caching=True):
+    Ranks beyond `num_kv_heads` are replicas.
+    """
+
+    def __init__(
+        self,
+        specs,
+        num_blocks,
+        num_ranks=1,
+        depth=1,
+        num_drafts=0,
+        budget=24,
+        policy="fcfs",
+        caching=True,
+        num_kv_heads=64,
+    ):
         self.pool, self.depth, self.num_drafts, self.now_ns = {}, depth, num_drafts, 0
-        config = make_config(specs[0].block_size, num_blocks, num_ranks, depth, budget, policy, caching)
+        config = make_config(specs[0].block_size, num_blocks, num_ranks, depth, budget, policy, caching, num_kv_heads)
         self.scheduler = make_scheduler(config, specs, num_blocks, num_drafts)
         self.connector = self.scheduler.connector
         self.half, self.lookups = self.connector._scheduler, self.connector._lookups
@@ -224,7 +238,8 @@ class Engine:
         self.decisions, self.outputs = [], {}
         self.half.on_closed = lambda request, machine: self.decisions.append(machine.decisions)
         self.model = self.half._planner.model
-        self.ranks = [Rank(number, self.model, num_blocks) for number in range(num_ranks)]
+        self.cuts = shardings(config, self.scheduler.kv_cache_config)
+        self.ranks = [Rank(number, self.model, num_blocks, self.cuts) for number in range(num_ranks)]
         self.aggregator = KVOutputAggregator(num_ranks)
         self.scheduled, self.executed = deque(), deque()
         self.block_pool = self.scheduler.kv_cache_manager.block_pool
@@ -332,7 +347,11 @@ class Engine:
         if thread.waiting:
             job = thread.waiting.popleft()
             move = self._load if kind == "load" else self._store
-            keys = [BlockKey(job.namespace, entry.group, rank.number, entry.block_hash) for entry in job.entries]
+            shards = [self.cuts[entry.group].shard_of(rank.number) for entry in job.entries]
+            keys = [
+                BlockKey(job.namespace, entry.group, shard, entry.block_hash)
+                for shard, entry in zip(shards, job.entries, strict=True)
+            ]
             moving = enumerate(zip(keys, job.entries, strict=True))
             thread.end(job, [index for index, (key, entry) in moving if fails(index) or not move(rank, key, entry)])
 
@@ -388,17 +407,19 @@ def make_scheduler(config, specs, num_blocks, num_drafts):
     return scheduler
 
 
-def make_config(block_size, num_blocks, num_ranks, depth, budget, policy, caching):
+def make_config(block_size, num_blocks, num_ranks, depth, budget, policy, caching, num_kv_heads):
     """The bounds are set after construction: vLLM's own checks of them are about hardware that is not here."""
     config = copy(_base_config())
     for part in ("model_config", "cache_config", "scheduler_config", "parallel_config"):
         setattr(config, part, copy(getattr(config, part)))
     config.model_config.max_model_len = MAX_LEN
+    config.model_config.hf_text_config = {"num_key_value_heads": num_kv_heads}
+    config.model_config.get_total_num_kv_heads = lambda: num_kv_heads
     config.cache_config.block_size, config.cache_config.num_gpu_blocks = block_size, num_blocks
     config.cache_config.enable_prefix_caching = caching
     config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens = 4, budget
     config.scheduler_config.async_scheduling, config.scheduler_config.policy = depth > 1, policy
-    config.parallel_config.world_size = num_ranks
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = num_ranks
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="KVTwinConnector",
         kv_connector_module_path="kvconnector.connector",

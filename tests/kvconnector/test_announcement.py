@@ -6,6 +6,7 @@ import pytest
 from kvconnector.config import read_config
 
 from kvcore.keys import Namespace
+from kvcore.ranks import RankLayout, Sharding
 from kvcore.spec import FullAttention, ModelSpec, SlidingWindow
 
 pytestmark = pytest.mark.engine
@@ -14,11 +15,14 @@ FULL, WINDOW = FullAttention(32), SlidingWindow(16, 64)
 POOL = {"master_server_address": "store:50051"}
 
 
-def line(role="kv_both", namespace="abc", unit=16, ranks=2, groups=(FULL, WINDOW, FULL), hashes="sha256", **extra):
+GROUPS = (FULL, WINDOW, FULL)
+
+
+def line(role="kv_both", namespace="abc", unit=16, ranks=2, groups=GROUPS, hashes="sha256", cuts=(), **extra):
     from kvconnector.announcement import announcement
     from kvconnector.keys import KeySpace
 
-    keys = KeySpace(Namespace(namespace), unit, ranks)
+    keys = KeySpace(Namespace(namespace), unit, ranks, cuts)
     return announcement(read_config({**POOL, **extra}, role, {}), keys, ModelSpec(groups), hashes)
 
 
@@ -27,7 +31,15 @@ def test_the_line_says_it_all():
         "kvtwin: kv_both: loads from and stores to the pool of store:50051 over rdma on mlx5_0, tenant default; "
         "shared with every engine in namespace abc of key format kvtwin, integrity none: "
         "2 x FullAttention in blocks of 32 tokens, 1 x SlidingWindow in blocks of 16 tokens, "
-        "hashed every 16 tokens by sha256, one shard for each of 2 rank(s)"
+        "hashed every 16 tokens by sha256, 2 shard(s) of each block on 2 rank(s)"
+    )
+
+
+def test_it_says_what_ranks_share():
+    two = RankLayout(tp=2)
+    assert line(cuts=(Sharding(two, 1),) * 3).endswith(" 1 shard(s) of each block on 2 rank(s)")
+    assert line(cuts=(Sharding(two, 1), Sharding(two, 2), Sharding(two, 1))).endswith(
+        " 1 + 2 + 1 shard(s) of each block on 2 rank(s)"
     )
 
 

@@ -118,14 +118,15 @@ def in_tree_worker(engine, config, rank):
     HASHES,
 )
 def test_each_rank_has_vllm_s_keys_and_a_lookup_asks_for_the_same(tp, pp, num_kv_heads, kinds, block_hash):
-    from kvconnector.vllm_compat import in_tree_model_name, in_tree_places
+    from kvconnector.vllm_compat import in_tree_model_name, in_tree_places, shardings
 
     engine, config = engine_config(tp, pp, num_kv_heads), cache_config(kinds)
     names = InTreeFormat(Namespace(""), in_tree_model_name(engine), in_tree_places(engine, config))
+    cuts = shardings(engine, config)
     for rank in range(tp * pp):
         theirs = in_tree_worker(engine, config, rank)
         for number, group in enumerate(config.prefix_cacheable_group_ids):
-            key = BlockKey(names.namespace, GroupId(group), rank, block_hash)
+            key = BlockKey(names.namespace, GroupId(group), cuts[group].shard_of(rank), block_hash)
             assert names.text(key) == theirs.token_dbs[number].key_for(block_hash)
             asked = {names.text(key._replace(rank=shard)) for shard in range(len(names.places[group]))}
             assert asked == {f"{prefix}@{block_hash.hex()}" for prefix in theirs._lookup_key_prefixes[number]}
@@ -139,7 +140,7 @@ def test_control_ranks_that_are_taken_to_differ_have_other_keys():
 
     engine, config = engine_config(4, 1, 2), cache_config(["FullAttentionSpec"])
     alike = in_tree_places(engine, config)
-    assert [place.tp for place in alike[0]] == [0, 0, 1, 1]
+    assert [place.tp for place in alike[0]] == [0, 1]
     assert in_tree_worker(engine, config, 3).token_dbs[0].metadata.tp_rank == 1 != 3
 
 

@@ -57,6 +57,9 @@ class Interleavings(RuleBasedStateMachine):
 
     engines = seen = None
 
+    num_kv_heads = 64
+    """Of which ranks beyond it are replicas."""
+
     def breaks(self):
         """Made wrong by the controls."""
 
@@ -74,7 +77,8 @@ class Interleavings(RuleBasedStateMachine):
         specs = specs_of(self.engines, model)
         # One request of the longest kind fits; several hardly do.
         num_blocks = sum(40 // spec.block_size + 2 for spec in specs) + 2 + spare
-        self.engine = self.engines.Engine(specs, num_blocks, num_ranks, depth, num_drafts, budget, policy, caching)
+        scheduling = depth, num_drafts, budget, policy, caching
+        self.engine = self.engines.Engine(specs, num_blocks, num_ranks, *scheduling, self.num_kv_heads)
         self.expected, self.num_requests = {}, 0
         self.breaks()
 
@@ -205,14 +209,16 @@ class Interleavings(RuleBasedStateMachine):
             self.seen.update(hits=made.granted_len > 0, late_misses=made.late_misses, rejected=any(made.rejected))
 
 
-def search(engines, breaks=Interleavings.breaks):
-    kind = type("Search", (Interleavings,), {"engines": engines, "breaks": breaks, "seen": Counter()})
+def search(engines, breaks=Interleavings.breaks, **options):
+    kind = type("Search", (Interleavings,), {"engines": engines, "breaks": breaks, "seen": Counter(), **options})
     run_state_machine_as_test(kind, settings=SEARCH)
     return kind.seen
 
 
-def test_any_interleaving(engines):
-    seen = search(engines)
+@pytest.mark.parametrize("num_kv_heads", [64, 1])
+def test_any_interleaving(engines, num_kv_heads):
+    """With one KV head two ranks share each object, and take turns at storing."""
+    seen = search(engines, num_kv_heads=num_kv_heads)
     assert min(seen[event] for event in ("hits", "late_misses", "rejected", "weights")) > 10, seen
 
 

@@ -117,7 +117,7 @@ def test_a_request_that_hits_loads_and_stores(tmp_path):
     lookup = machine.consider(4, 14, 100)
     while lookup.dialogue.open:
         lookup.dialogue.answered(lookup.dialogue.question)
-    life.answered(lookup.dialogue, 2)
+    life.answered(lookup.dialogue, ((0, 2), (1, 2)))
     machine.lookup_answered(lookup.ticket, 120)
     offer = machine.consider(4, 14, 130)
     life.admitted(140)

@@ -130,11 +130,56 @@ def test_what_is_not_supported_is_named(spec, named):
 
 
 def test_sharding_by_context_is_refused():
-    from kvconnector.vllm_compat import num_ranks
+    from kvconnector.vllm_compat import shardings
 
-    assert num_ranks(engine_config(world_size=4)) == 4
-    with pytest.raises(InvalidArgument, match="decode_context_parallel_size"):
-        num_ranks(engine_config(decode_context_parallel_size=2))
+    caches = cache_config(attention("FullAttentionSpec"))
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        with pytest.raises(InvalidArgument, match=f"{name} = 2: expected 1"):
+            shardings(engine_config(**{name: 2}), caches)
+
+
+def heads(spec, num_heads):
+    return replace(attention(spec), num_kv_heads=num_heads)
+
+
+@pytest.mark.parametrize(
+    ("tp", "spec", "total", "fields", "num_shards"),
+    [
+        (1, lambda: heads("FullAttentionSpec", 2), 2, {}, 1),
+        (4, lambda: heads("MLAAttentionSpec", 1), 16, {}, 1),  # a latent is on every rank
+        (4, lambda: heads("FullAttentionSpec", 1), 2, {"num_key_value_heads": 2}, 2),
+        (4, lambda: heads("FullAttentionSpec", 1), 4, {"num_key_value_heads": 4}, 4),
+        (4, lambda: heads("FullAttentionSpec", 2), 8, {"num_key_value_heads": 8}, 4),
+        (4, mamba, 1, {}, 4),
+        # Layers may differ: what is one head of two here may be one of four there.
+        (4, lambda: heads("FullAttentionSpec", 1), 2, {"num_key_value_heads": 2, "swa_num_key_value_heads": 4}, 4),
+        (4, lambda: heads("FullAttentionSpec", 1), 2, {"kv_heads_per_layer": [2, 4]}, 4),
+        (4, lambda: heads("FullAttentionSpec", 1), 2, {"blocks": [{"attention": {"n_heads_in_group": 8}}]}, 4),
+        (4, lambda: heads("FullAttentionSpec", 1), 2, {"other": {"num_attention_groups": 2}, "kv_heads": None}, 2),
+        (4, lambda: heads("FullAttentionSpec", 2), 2, {}, 4),  # does not fit: nothing is certain
+        (4, lambda: heads("FullAttentionSpec", 1), 3, {}, 4),
+    ],
+)
+def test_ranks_share_a_shard_only_where_their_bytes_are_certainly_equal(tp, spec, total, fields, num_shards):
+    from kvconnector.vllm_compat import shardings
+
+    engine = engine_config(tensor_parallel_size=tp, pipeline_parallel_size=2, world_size=tp * 2)
+    engine.model_config.get_total_num_kv_heads = lambda: total
+    engine.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: fields)
+    (cut,) = shardings(engine, cache_config(spec()))
+    assert (cut.num_shards, cut.layout.num_ranks) == (2 * num_shards, 2 * tp)  # stages never share
+
+
+def test_engines_that_cut_blocks_otherwise_share_no_namespace():
+    from kvconnector.vllm_compat import namespace_fields
+
+    caches, digests = cache_config(heads("FullAttentionSpec", 1)), set()
+    for fields in ({}, {"swa_kv_heads": 4}):
+        engine = engine_config(tensor_parallel_size=4, world_size=4)
+        engine.model_config.get_total_num_kv_heads = lambda: 2
+        engine.model_config.hf_text_config = fields
+        digests.add(namespace_digest({**namespace_fields(engine, caches), "positions": ""}))
+    assert len(digests) == 2
 
 
 def test_the_hash_unit_is_the_common_divisor_of_the_groups():

@@ -77,7 +77,7 @@ class AddressedStore:
         return pieces
 
 
-def make_worker(store, groups, rank=0, spec=FULL, config=CONFIG):
+def make_worker(store, groups, rank=0, spec=FULL, config=CONFIG, cuts=()):
     """A worker half with one layer per entry of `groups`: a list of layers, each a torch tensor or a list of them."""
     from kvconnector.worker import WorkerHalf
 
@@ -87,7 +87,7 @@ def make_worker(store, groups, rank=0, spec=FULL, config=CONFIG):
         num_blocks=NUM_BLOCKS, kv_cache_groups=[SimpleNamespace(layer_names=names) for names in layer_names]
     )
     model = ModelSpec(tuple(spec for _ in groups))
-    worker = WorkerHalf(config, store, MonotonicClock(), rank, model)
+    worker = WorkerHalf(config, store, MonotonicClock(), rank, model, cuts=cuts)
     worker.register_kv_caches(caches, cache_config)
     return worker
 
@@ -128,8 +128,8 @@ def store():
 def workers(store):
     made = []
 
-    def make(*groups, rank=0, spec=FULL, store=store, config=CONFIG):
-        made.append(make_worker(store, groups, rank, spec, config))
+    def make(*groups, rank=0, spec=FULL, store=store, config=CONFIG, cuts=()):
+        made.append(make_worker(store, groups, rank, spec, config, cuts))
         return made[-1]
 
     yield make
