@@ -192,7 +192,7 @@ def shardings(vllm_config: Any, kv_cache_config: Any) -> tuple[Sharding, ...]:
         require(size == 1, name, size, "1: sharding by context is not supported")
     layout = RankLayout(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
     groups = kv_cache_config.kv_cache_groups
-    return tuple(Sharding(layout, _num_parts(vllm_config.model_config, group, layout.tp)) for group in groups)
+    return tuple(Sharding(layout, _num_parts(vllm_config, group, layout.tp)) for group in groups)
 
 
 def rank_of(vllm_config: Any) -> int:
@@ -200,19 +200,25 @@ def rank_of(vllm_config: Any) -> int:
     return int(vllm_config.parallel_config.rank)
 
 
-def _num_parts(model: Any, group: Any, tp: int) -> int:
+def _num_parts(vllm_config: Any, group: Any, tp: int) -> int:
     """Tensor ranks of the group that differ in their bytes: latents are on all of them, a KV head on some.
 
-    All of them, unless it is certain that the rest are replicas: two that differ must not share an object.
+    All of them, unless it is certain that the rest are replicas: two that differ must not share an object. The answer
+    must be the same in every worker and in the scheduler, which see different layers of the group.
     """
-    specs = list(iter_layer_specs(group.kv_cache_spec))
-    if tp == 1 or any(isinstance(spec, MambaSpec) or getattr(spec, "num_kv_heads", 0) != 1 for spec in specs):
-        return tp
-    if all(isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) for spec in specs):
+    spec = _one_spec(group)
+    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         return 1
+    if tp == 1 or isinstance(spec, MambaSpec) or not spec.prefix_cacheable or vllm_config.speculative_config:
+        return tp
+    model = vllm_config.model_config
     num_kv_heads = int(model.get_total_num_kv_heads())
     named = set(_numbers_of_kv_heads(getattr(model, "hf_text_config", None)))
-    return num_kv_heads if tp % num_kv_heads == 0 and named <= {num_kv_heads, None} else tp
+    if tp % num_kv_heads or tp == num_kv_heads or not named <= {num_kv_heads, None}:
+        return tp
+    numbers = sorted({layer.num_kv_heads for layer in iter_layer_specs(group.kv_cache_spec)})
+    require(numbers == [1], "num_kv_heads", numbers, f"1 on each rank, of {num_kv_heads} on {tp} tensor parallel ranks")
+    return num_kv_heads
 
 
 def _numbers_of_kv_heads(config: Any) -> Iterable[object]:

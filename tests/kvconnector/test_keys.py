@@ -85,7 +85,7 @@ def engine_config(tp, pp, num_kv_heads):
         world_size=tp * pp,
     )
     model = SimpleNamespace(model="some/where/the-model/", get_total_num_kv_heads=lambda: num_kv_heads)
-    return SimpleNamespace(parallel_config=parallel, model_config=model)
+    return SimpleNamespace(parallel_config=parallel, model_config=model, speculative_config=None)
 
 
 def in_tree_worker(engine, config, rank):

@@ -41,7 +41,7 @@ def engine_config(**changes):
         "kv_cache_layout": "LBHNC", "prefix_caching_hash_algo": "sha256", "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1, "world_size": 1, "rank": 0, "block_size": 16, "prefix_match_unit": None,
         "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_prefix_caching": True,
-        "speculative_config": None, **changes,
+        "speculative_config": None, "get_total_num_kv_heads": lambda: 2, **changes,
     }  # fmt: skip
     everything = SimpleNamespace(**fields)
     return SimpleNamespace(
@@ -156,7 +156,6 @@ def heads(spec, num_heads):
         (4, lambda: heads("FullAttentionSpec", 1), 2, {"kv_heads_per_layer": [2, 4]}, 4),
         (4, lambda: heads("FullAttentionSpec", 1), 2, {"blocks": [{"attention": {"n_heads_in_group": 8}}]}, 4),
         (4, lambda: heads("FullAttentionSpec", 1), 2, {"other": {"num_attention_groups": 2}, "kv_heads": None}, 2),
-        (4, lambda: heads("FullAttentionSpec", 2), 2, {}, 4),  # does not fit: nothing is certain
         (4, lambda: heads("FullAttentionSpec", 1), 3, {}, 4),
     ],
 )
@@ -168,6 +167,19 @@ def test_ranks_share_a_shard_only_where_their_bytes_are_certainly_equal(tp, spec
     engine.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: fields)
     (cut,) = shardings(engine, cache_config(spec()))
     assert (cut.num_shards, cut.layout.num_ranks) == (2 * num_shards, 2 * tp)  # stages never share
+    # The layers of a draft head are in no field of the model's own configuration.
+    engine.speculative_config = SimpleNamespace(method="eagle")
+    latent = spec().__class__.__name__.startswith("MLA")
+    assert shardings(engine, cache_config(spec()))[0].num_shards == 2 * (1 if latent else tp)
+
+
+def test_layers_that_do_not_fit_the_configuration_are_refused():
+    from kvconnector.vllm_compat import shardings
+
+    engine = engine_config(tensor_parallel_size=4, world_size=4)
+    engine.model_config.get_total_num_kv_heads = lambda: 2
+    with pytest.raises(InvalidArgument, match=r"num_kv_heads = \[2\]: expected 1 on each rank, of 2 on 4"):
+        shardings(engine, cache_config(heads("FullAttentionSpec", 2)))
 
 
 def test_engines_that_cut_blocks_otherwise_share_no_namespace():
