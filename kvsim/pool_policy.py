@@ -16,7 +16,8 @@ from kvcore.units import NS_PER_MS, NS_PER_S, div_ceil
 from kvsim.clock import PS_PER_NS, PS_PER_US
 from kvsim.cost.roofline import Roofline
 from kvsim.policy_pool import PolicyPool
-from kvsim.scenario import LinkConfig, PoolConfig, Scenario
+from kvsim.pool_config import LinkConfig, PoolConfig
+from kvsim.scenario import Scenario
 from kvsim.store import MooncakePool, SoftPins
 
 

@@ -25,9 +25,10 @@ from kvsim.events import EventLog
 from kvsim.instance import Instance
 from kvsim.link import FairLink
 from kvsim.pool_client import Path, PoolClient
+from kvsim.pool_config import LinkConfig, PoolConfig
 from kvsim.pool_policy import make_planner, make_policy, make_store
 from kvsim.routers import make_router
-from kvsim.scenario import LinkConfig, PoolConfig, Scenario
+from kvsim.scenario import Scenario
 from kvsim.scheduler import Limits, Scheduler
 from kvsim.sequence import Sequence
 from kvsim.sessions import Sessions

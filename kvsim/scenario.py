@@ -1,6 +1,5 @@
 """The one configuration object of a simulation: a TOML file or a shipped name, plus `section.key=value` overrides."""
 
-import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -15,28 +14,18 @@ from pydantic import (
     AfterValidator,
     Discriminator,
     Field,
-    PlainValidator,
     Tag,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from kvcore.errors import clipped
 from kvcore.masks import Retention
-from kvcore.plans import PoolPolicy
 from kvcore.spec import FullAttention, ModelSpec
-from kvcore.units import NS_PER_MS
 from kvsim import catalog, toml
 from kvsim.catalog import Device, LlmModel
-from kvsim.clock import PS_PER_NS, PS_PER_US
-from kvsim.toml import Count, InvalidToml, PositiveCount, Table
-
-_PATIENCE = PoolPolicy()
-"""What the connector's patience with the pool is unless told otherwise."""
-
-Ratio = Annotated[float, Field(ge=0, le=1)]
-PositiveRatio = Annotated[float, Field(gt=0, le=1)]
+from kvsim.pool_config import LinkConfig, PoolConfig
+from kvsim.toml import Count, InvalidToml, PositiveCount, PositiveRatio, Ratio, Table
 
 
 class About(Table):
@@ -55,7 +44,7 @@ class ModelChoice(Table):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        return _one_of(name, catalog.llm_models())
+        return toml.one_of(name, catalog.llm_models())
 
 
 class DeviceChoice(Table):
@@ -66,7 +55,7 @@ class DeviceChoice(Table):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        return _one_of(name, catalog.devices())
+        return toml.one_of(name, catalog.devices())
 
 
 ROUTINGS = ("round_robin", "least_loaded", "session_affinity", "prefix_aware", "pool_aware")
@@ -83,7 +72,7 @@ class ClusterConfig(Table):
     @field_validator("routing")
     @classmethod
     def _known(cls, name: str) -> str:
-        return _one_of(name, [*ROUTINGS])
+        return toml.one_of(name, ROUTINGS)
 
 
 class RoutingConfig(Table):
@@ -116,102 +105,6 @@ class EngineConfig(Table):
     """Overrides the number derived from memory. One of them holds nothing, vLLM's null block."""
     watermark: Ratio = 0.0
     """Share of the blocks kept free when a waiting request is admitted; vLLM's KVCacheManager(watermark=0.0)."""
-
-
-EVICTIONS = ("mooncake", "lru", "leaf_first", "session_aware")
-ADMISSIONS = ("all", "second_touch", "cheaper")
-LOADINGS = ("always", "cheaper", "in_time")
-"""Policies of the pool by name; see docs/POLICIES.md."""
-
-
-def _retention(value: object) -> Retention:
-    """Intervals as TOML can write them, which has no null: "all" keeps every length resumable."""
-    return tuple(map(_interval, value)) if isinstance(value, list | tuple) else _interval(value)
-
-
-def _interval(value: object) -> int | None:
-    if value is None or value == "all":
-        return None
-    value = toml.whole(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError('"all", 0 or a number of tokens, or a list with one of these for each group')
-    return value
-
-
-class PoolConfig(Table):
-    """The shared store; names and defaults of `mooncake_master` 0.3.13.post1 (0.3.7 had a TTL of 5,000 ms and 0.95)."""
-
-    segment_bytes_per_instance: PositiveCount
-    """Host memory each instance gives to the pool."""
-    lookup_rtt_us: Count = 50
-    """Round trip of a lookup of one key: `batch_is_exist` against a master on loopback (0.3.13.post1, 2 cores, p50 of
-    200 calls, 2026-11-29); add the network's own."""
-    lookup_per_key_ns: Count = 1_000
-    """Slope of the same measurement: 8,192 present keys took 8.0 ms (absent ones 4.5 ms)."""
-    lookup_deadline_ms: PositiveCount = _PATIENCE.lookup_deadline_ns // NS_PER_MS
-    """A lookup that takes longer is a miss."""
-    offer_ttl_ms: PositiveCount = _PATIENCE.offer_ttl_ns // NS_PER_MS
-    """How long a request that finds no room is offered the same hit before the pool is asked again."""
-    max_load_attempts: PositiveCount = _PATIENCE.max_load_attempts
-    """After so many failed loads a request recomputes what it was promised."""
-    lease_ttl_ms: Count = 10_000
-    """`default_kv_lease_ttl`: an object found by a lookup is not evicted for this long."""
-    eviction_high_watermark_ratio: PositiveRatio = 0.9
-    eviction_ratio: PositiveRatio = 0.05
-    eviction: str = "mooncake"
-    """Which of the objects that may go goes first: the one the master takes, or (what if) another policy's choice."""
-    retention_interval: Annotated[Retention, PlainValidator(_retention)] = None
-    """Tokens between the boundaries that a writer of a sparse group keeps, of all groups or of each; "all" keeps every
-    boundary, 0 the replay boundary only. A group of full attention always keeps all blocks."""
-    session_pin: Literal["none", "soft"] = "none"
-    """Whether what a session stores is soft-pinned until the session ends (the store knows its end: every one of its
-    requests has completed), or until `session_ttl_s`."""
-    session_ttl_s: PositiveCount = 1_800
-    """`default_kv_soft_pin_ttl`: how long a soft pin lasts, counted from the put."""
-    allow_evict_soft_pinned_objects: bool = True
-    """Whether soft-pinned objects go when the others do not suffice."""
-    admission: str = "all"
-    """Which blocks are stored: all, those had before (`second_touch`), or those `cheaper` to fetch than to compute."""
-    loading: str = "always"
-    """Which hits are loaded: all, those `cheaper` to fetch than to compute, or also those that are there `in_time`."""
-    load_budget_ms: Annotated[Count | None, Field(validate_default=True)] = None
-    """What a load may take and be in time, alone on its link."""
-
-    @field_validator("eviction")
-    @classmethod
-    def _known_eviction(cls, name: str) -> str:
-        return _one_of(name, [*EVICTIONS])
-
-    @field_validator("admission")
-    @classmethod
-    def _known_admission(cls, name: str) -> str:
-        return _one_of(name, [*ADMISSIONS])
-
-    @field_validator("loading")
-    @classmethod
-    def _known_loading(cls, name: str) -> str:
-        return _one_of(name, [*LOADINGS])
-
-    @field_validator("load_budget_ms")
-    @classmethod
-    def _has_a_use(cls, load_budget_ms: int | None, others: ValidationInfo) -> int | None:
-        if (load_budget_ms is not None) != (others.data.get("loading") == "in_time"):
-            raise ValueError('a number of milliseconds with pool.loading = "in_time", and no such key without it')
-        return load_budget_ms
-
-    def lookup_ps(self, num_keys: int) -> int:
-        """How long the master takes to answer for `num_keys` keys."""
-        return self.lookup_rtt_us * PS_PER_US + self.lookup_per_key_ns * PS_PER_NS * num_keys
-
-
-class LinkConfig(Table):
-    """The path between one instance and the pool, per direction; concurrent transfers share it equally."""
-
-    latency_us: Count = 10
-    """Point-to-point latency of aiconfigurator 0.12.0 (p2p_latency of its system files)."""
-    bandwidth_bytes_per_s: PositiveCount = 9_878_424_780
-    """9.2 GiB/s, a vLLM instance's measured get from the Mooncake store (public notes of fork ivanium/vllm, PR 5, April
-    2026). The NIC's line rate is 50e9 per H100; the bare transfer engine has reached 23.75e9 per 400 Gb/s NIC."""
 
 
 class AgenticWorkload(Table):
@@ -350,7 +243,7 @@ def _path(source: str) -> Traversable:
         return _shipped() / f"{source}.toml"
     if source.endswith(".toml") or os.path.exists(source):  # which takes any text, Path.exists() does not
         return Path(source)
-    raise InvalidToml(clipped(source), "", None, f"a .toml file or {_hint(source, _shipped_names())}")
+    raise InvalidToml(clipped(source), "", None, f"a .toml file or {toml.hint(source, _shipped_names())}")
 
 
 def _shipped() -> Traversable:
@@ -385,14 +278,3 @@ def _value(text: str) -> object:
     except (ValueError, RecursionError):
         return text
     return found["value"] if len(found) == 1 else text
-
-
-def _one_of(name: str, known: list[str]) -> str:
-    if name not in known:
-        raise ValueError(_hint(name, known))
-    return name
-
-
-def _hint(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"a known name; did you mean {near[0]}?" if near else f"one of {', '.join(known)}"

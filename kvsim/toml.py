@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -28,6 +28,9 @@ Count = Annotated[int, BeforeValidator(whole), Field(ge=0)]
 
 PositiveCount = Annotated[int, BeforeValidator(whole), Field(gt=0)]
 """An integer > 0; TOML's 256e9 counts as one."""
+
+Ratio = Annotated[float, Field(ge=0, le=1)]
+PositiveRatio = Annotated[float, Field(gt=0, le=1)]
 
 TAG_MARK = "<"
 """First character of a union's tags, by which they are told from keys in an error's location."""
@@ -67,6 +70,19 @@ def validate(table: type[TableT], data: Mapping[str, Any], origin: str) -> Table
         return table.model_validate(data)
     except ValidationError as error:
         raise _first_error(table, data, origin, error) from None
+
+
+def one_of(name: str, known: Sequence[str]) -> str:
+    """`name`, if it is a known one."""
+    if name not in known:
+        raise ValueError(hint(name, known))
+    return name
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """What was expected instead of a name that is not known."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"a known name; did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
 
 
 def _first_error(table: type[Table], data: Mapping[str, Any], origin: str, error: ValidationError) -> InvalidToml:

@@ -11,7 +11,7 @@ from kvcore.eviction.session_aware import SessionAwareRuns
 from kvcore.hints import Pin
 from kvsim.extents import rank_of
 from kvsim.policy_pool import LinedExtents, PolicyPool
-from kvsim.scenario import EVICTIONS
+from kvsim.pool_config import EVICTIONS
 from kvsim.store import MooncakePool
 from tests.contract import eviction_contract as contract
 from tests.contract.eviction_contract import CASES, RULES

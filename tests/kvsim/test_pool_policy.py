@@ -13,9 +13,10 @@ from kvsim.clock import PS_PER_NS
 from kvsim.cost.roofline import Roofline
 from kvsim.invariants import check
 from kvsim.metrics import measure
+from kvsim.pool_config import ADMISSIONS, EVICTIONS, LOADINGS
 from kvsim.pool_policy import make_costs, make_planner, make_policy
 from kvsim.run import decisions_digest, simulation
-from kvsim.scenario import ADMISSIONS, EVICTIONS, LOADINGS, load
+from kvsim.scenario import load
 from kvsim.sessions import Sessions
 from kvsim.store import MooncakePool
 from kvsim.toml import InvalidToml
