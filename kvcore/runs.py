@@ -57,6 +57,8 @@ def intersect(left: Runs, right: Runs) -> Runs:
     """Blocks in both."""
     if not left or left == right:
         return left
+    if len(right) == 1:
+        return _clip(left, *right[0])
     common: list[Run] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -88,6 +90,16 @@ def subtract(left: Runs, right: Runs) -> Runs:
         if start < end:
             rest.append((start, end))
     return tuple(rest)
+
+
+def _clip(runs: Runs, start: int, end: int) -> Runs:
+    """Blocks of `runs` in [start, end)."""
+    inside = runs[slice(*overlap(runs, start, end))]
+    if not inside or (start <= inside[0][0] and inside[-1][1] <= end):
+        return inside
+    if len(inside) == 1:
+        return ((max(start, inside[0][0]), min(end, inside[0][1])),)
+    return ((max(start, inside[0][0]), inside[0][1]), *inside[1:-1], (inside[-1][0], min(end, inside[-1][1])))
 
 
 def overlap(parts: Sequence[tuple[int, int, *tuple[object, ...]]], start: int, end: int) -> tuple[int, int]:

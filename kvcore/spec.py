@@ -92,10 +92,15 @@ class SlidingWindow(GroupSpec):
         return (first_token // self.block_size, div_ceil(prefix_len, self.block_size))
 
     def needed_runs(self, lengths: range, margin: int) -> Runs:
-        """One run where the windows of neighbours touch: then all do, as all but the first ones are equally wide."""
-        if len(lengths) > 1 and self.needed_blocks(lengths[-1])[0] <= (lengths[-2] + margin) // self.block_size:
-            return ((self.needed_blocks(lengths[0])[0], div_ceil(lengths[-1] + margin, self.block_size)),)
-        return GroupSpec.needed_runs(self, lengths, margin)
+        """All but the first windows are equally wide: either none of them touch, or they make one run."""
+        size = self.block_size
+        if len(lengths) < 2 or lengths.start % size or lengths.step % size or margin % size:
+            return GroupSpec.needed_runs(self, lengths, margin)
+        start, last, after = self.needed_blocks(lengths[-1])[0], lengths[-1] // size, margin // size
+        if start <= lengths[-2] // size + after:
+            return ((self.needed_blocks(lengths[0])[0], last + after),)
+        ends = range(lengths.start // size, last + 1, lengths.step // size)
+        return tuple([(max(0, end - last + start), end + after) for end in ends]) if start < last + after else ()
 
     @property
     def free_step(self) -> int | None:

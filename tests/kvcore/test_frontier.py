@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import kvcore.frontier
 from kvcore.frontier import Frontier
-from kvcore.group_runs import count_blocks, minus
+from kvcore.group_runs import common, count_blocks, minus
 from kvcore.masks import lookup_runs
+from kvcore.runs import from_blocks
 from kvcore.spec import FullAttention, ModelSpec, Recurrent, SlidingWindow
 from tests.kvcore.attention_oracle import as_runs, as_sets, specs
 from tests.kvcore.pool_objects import brute_hit, held_tokens, kinds_of, needed_tokens, objects_of, resumes
@@ -234,6 +235,15 @@ class GoesStepByStep(Frontier):
         return super()._tops()
 
 
+class AsksForTwoMore(Frontier):
+    """The next 1, 3, 5, ... hits: rounds as the root of the boundaries."""
+
+    def _tops(self):
+        question = super()._tops()
+        self._num_tops = self._num_tops // 2 + 2
+        return question
+
+
 FULL, WINDOW = FullAttention(2), SlidingWindow(2, 5)
 HOLES = {block for block in range(48) if block % 3}
 EXAMPLES = [
@@ -261,6 +271,23 @@ def test_the_examples_are_kept():
 )
 def test_another_dialogue_is_rejected(wrong, promise):
     assert any(promise in broken_promises(example, wrong) for example in EXAMPLES)
+
+
+def most_rounds(make, num_boundaries):
+    """Of a pool that holds every second tail block, so that no hit is known to be lost before it is asked for."""
+    model, end = ModelSpec((FULL, WINDOW)), num_boundaries + 5
+    rounds = []
+    for whole in (0, num_boundaries // 100, num_boundaries // 3):
+        dialogue = make(model, 0, 2 * num_boundaries, ((), ()))
+        tails = from_blocks({*range(0, end, 2), whole, whole + 1})
+        while dialogue.open:
+            dialogue.answered(common(dialogue.question, (((0, end),), tails)))
+        rounds.append(dialogue.rounds)
+    return max(rounds)
+
+
+def test_rounds_grow_as_the_logarithm_of_the_boundaries():
+    assert most_rounds(Frontier, 4_096) <= math.log2(4_096) + 5 < most_rounds(AsksForTwoMore, 4_096)
 
 
 def test_what_the_engine_holds_is_not_lost_when_the_pool_denied_it():

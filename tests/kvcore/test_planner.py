@@ -1,6 +1,7 @@
 """What to ask, load and store, end to end for one sequence: a writer, a pool that loses blocks, a reader."""
 
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 from hypothesis import assume, given
@@ -236,6 +237,28 @@ def test_what_is_kept_of_what_is_held(turn):
     for length in lengths:
         expected = common(planner.store(0, length, num_prompt), planner.held(length))
         assert planner.kept(length, num_prompt) == expected
+
+
+class CountedWindow(SlidingWindow):
+    """Counts how often it is asked what it needs."""
+
+    asked: ClassVar[int] = 0
+
+    def needed_blocks(self, prefix_len):
+        CountedWindow.asked += 1
+        return super().needed_blocks(prefix_len)
+
+
+def test_what_a_window_needs_is_not_asked_for_each_boundary():
+    """Storing a whole prompt at once: all windows follow from one."""
+    planner = Planner(ModelSpec((FullAttention(256), CountedWindow(64, 128))))
+    asked = []
+    for num_tokens in (1 << 15, 1 << 20):
+        CountedWindow.asked = 0
+        _, tails = planner.store(0, num_tokens, num_tokens)
+        assert len(tails) == num_tokens // 256
+        asked.append(CountedWindow.asked)
+    assert asked[0] == asked[1] <= 4
 
 
 def test_the_full_group_is_never_walked_block_by_block():

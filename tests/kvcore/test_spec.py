@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import InvalidArgument
+from kvcore.runs import normalize
 from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, Recurrent, Scratch, SlidingWindow, sharded
 from tests.kvcore.attention_oracle import FAR, WRONG, FullWithoutTail, Group, attention_of, specs
 
@@ -108,6 +109,19 @@ def test_one_draft_group_marks_all_of_its_spec_and_no_recurrent_one():
 def test_a_draft_group_marks_no_group_of_another_layout():
     groups = (FullAttention(16), FullAttention(16, layout="latent"), FullAttention(16, layout="latent"))
     assert ModelSpec(groups, eagle_groups=frozenset({1})).margins == (0, 16, 16)
+
+
+@given(st.data())
+def test_what_many_lengths_need_of_a_window_is_what_each_of_them_needs(data):
+    """In one run, in many, or from the formula for whole blocks."""
+    size, step = data.draw(st.sampled_from([1, 2, 4, 16])), data.draw(st.sampled_from([1, 3, 4, 16, 64]))
+    spec = SlidingWindow(size, data.draw(st.integers(1, 70)), data.draw(st.sampled_from([0, 0, 1, 5])))
+    first = step * data.draw(st.integers(1, 5))
+    lengths = range(first, first + step * data.draw(st.integers(0, 8)), step)
+    margin = data.draw(st.sampled_from([0, size, 1]))
+    ends = [-(-(length + margin) // size) for length in lengths]
+    expected = normalize((spec.needed_blocks(length)[0], end) for length, end in zip(lengths, ends, strict=True))
+    assert spec.needed_runs(lengths, margin) == expected
 
 
 def test_scratch_is_needed_nowhere():
