@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from kvconnector.layout import CacheView, GroupLayout, group_layouts
 from kvconnector.regions import region_layouts
 from kvcore.errors import require
-from kvcore.keys import BlockHash, BlockKey, Namespace, format_key
+from kvcore.keys import BlockKey, Namespace, format_key
 from kvcore.ranks import Sharding
 from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow
 
@@ -36,10 +36,6 @@ class KeySpace:
     def num_shards(self, group: int) -> int:
         """Objects that a block of the group is."""
         return self.cuts[group].num_shards if self.cuts else self.num_ranks
-
-    def block_hash(self, hashes: Sequence[bytes], num_tokens: int) -> BlockHash:
-        """The hash over the first `num_tokens`, out of the request's chain at the hash unit."""
-        return BlockHash(hashes[num_tokens // self.hash_block_size - 1])
 
 
 class KeyFormat(Protocol):

@@ -3,7 +3,7 @@
 No decision is taken here; `kvcore.request` takes them. Nothing here waits: lookups run on their own thread.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -363,23 +363,18 @@ class SchedulerHalf:
         entries: list[Entry] = []
         places: list[Place] = []
         missing: list[Place] = []
-        for index, position in _places(blocks):
+        for index, runs in enumerate(blocks):
             group, num_tokens = self._planner.model.kinds[index]
-            length = (position + 1) * num_tokens
-            block_id = states.get(group, _block_id(block_ids[group], (length - 1) // groups[group].block_size))
-            if block_id == NULL_BLOCK_ID:
-                missing.append((index, position))
-                continue
-            entries.append(Entry(GroupId(group), position, self._keys.block_hash(hashes, length), block_id))
-            places.append((index, position))
+            size, table, state = groups[group].block_size, block_ids[group], states.get(group)
+            for run in runs:
+                for position, block_hash in zip(range(*run), self._hashes_of(hashes, index, run), strict=True):
+                    block_id = _block_id(table, ((position + 1) * num_tokens - 1) // size) if state is None else state
+                    if block_id == NULL_BLOCK_ID:
+                        missing.append((index, position))
+                        continue
+                    entries.append(Entry(GroupId(group), position, block_hash, block_id))
+                    places.append((index, position))
         return tuple(entries), places, missing
-
-
-def _places(blocks: GroupRuns) -> Iterable[Place]:
-    """Index by index in ascending order."""
-    return (
-        (index, position) for index, runs in enumerate(blocks) for start, end in runs for position in range(start, end)
-    )
 
 
 def _block_id(table: Sequence[int], block: int) -> int:
