@@ -61,7 +61,7 @@ def store_mask(
 
     Lengths in tokens. `num_prompt_tokens` None: the prompt's end is not known, and no replay boundary is kept for it.
     """
-    blocks = tuple(_block_range(group, start_len, aligned_len) for group in model.groups)
+    blocks = tuple(block_range(group, start_len, aligned_len) for group in model.groups)
     kept = store_runs(model, blocks, retention, num_prompt_tokens or 0)
     return tuple(_mask(runs, run) for runs, run in zip(kept, blocks, strict=True))
 
@@ -113,17 +113,21 @@ def _last_length_that_reaches(model: ModelSpec, group: int, end: int, boundaries
     return length
 
 
-def _block_range(group: GroupSpec, start_len: int, end_len: int) -> Run:
+def block_range(group: GroupSpec, start_len: int, end_len: int) -> Run:
+    """The blocks that begin and end in the tokens [start_len, end_len)."""
     end = end_len // group.block_size
     return (min(end, align_up(start_len, group.block_size) // group.block_size), end)
 
 
 def _mask(runs: Runs, run: Run) -> Mask:
-    start, end = run
     inside = intersect(runs, (run,))
-    if inside == normalize((run,)):
-        return None
+    return None if inside == normalize((run,)) else spelled_out(inside, run)
+
+
+def spelled_out(runs: Runs, run: Run) -> list[bool]:
+    """Whether each block of `run` is in `runs`, which lie in it."""
+    start, end = run
     mask = [False] * (end - start)
-    for first, last in inside:
+    for first, last in runs:
         mask[first - start : last - start] = [True] * (last - first)
     return mask

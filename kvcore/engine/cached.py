@@ -1,6 +1,6 @@
 """Which keys a sequence enters into the engine's own prefix cache, step by step (`cache_blocks` of every manager).
 
-    sequence = CachedSequence(Writer(engine), Admission(num_prompt_tokens=100))
+    sequence = CachedSequence(Writer(engine), Beginning(num_prompt_tokens=100))
     sequence.compute(Step(start=0, end=64, num_tokens=100))
     sequence.entries                    per group, what another sequence with the same tokens finds
 
@@ -9,7 +9,7 @@ Keys stay when the sequence ends or is preempted; what a full pool gives up is t
 
 from kvcore.engine.masks import cached_len, kept_boundaries, reachable_runs
 from kvcore.engine.states import StateTable
-from kvcore.engine.writer import Admission, Entries, Step, Writer
+from kvcore.engine.writer import Beginning, Entries, Step, Writer
 from kvcore.runs import intersect, single, union
 from kvcore.spec import FullAttention, Recurrent
 from kvcore.units import align_down
@@ -20,10 +20,10 @@ class CachedSequence:
 
     __slots__ = ("_tables", "_writer")
 
-    def __init__(self, writer: Writer, admission: Admission) -> None:
+    def __init__(self, writer: Writer, beginning: Beginning) -> None:
         self._writer = writer
         self._tables = [
-            (StateTable if isinstance(spec, Recurrent) else BlockTable)(writer, group, admission)
+            (StateTable if isinstance(spec, Recurrent) else BlockTable)(writer, group, beginning)
             for group, spec in enumerate(writer.engine.specs)
         ]
 
@@ -45,14 +45,14 @@ class BlockTable:
 
     __slots__ = ("_boundaries", "_first_held", "_group", "_num_cached", "_tail_len", "_writer", "entries")
 
-    def __init__(self, writer: Writer, group: int, admission: Admission) -> None:
-        spec, total = writer.engine.specs[group], admission.hit_len + admission.loaded_len
+    def __init__(self, writer: Writer, group: int, beginning: Beginning) -> None:
+        spec, total = writer.engine.specs[group], beginning.hit_len + beginning.loaded_len
         self._writer = writer
         self._group = group
-        self._boundaries = kept_boundaries(writer.engine, group, admission.num_prompt_tokens, admission.junction)
+        self._boundaries = kept_boundaries(writer.engine, group, beginning.num_prompt_tokens, beginning.junction)
         self._first_held = spec.needed_blocks(total)[0]
-        self._num_cached = admission.hit_len // spec.block_size
-        self._tail_len = prompt_tail(writer, group, admission.num_prompt_tokens)
+        self._num_cached = beginning.hit_len // spec.block_size
+        self._tail_len = prompt_tail(writer, group, beginning.num_prompt_tokens)
         self.entries = Entries()
 
     def place(self, step: Step) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from kvcore.engine.model import EngineModel, Side, window_blocks
 from kvcore.errors import require
-from kvcore.masks import Mask
+from kvcore.masks import Mask, block_range, spelled_out
 from kvcore.runs import intersect, normalize
 from kvcore.spec import ChunkedLocal, FullAttention, GroupSpec, Recurrent, SlidingWindow
 from kvcore.types import Run, Runs
-from kvcore.units import align_down, align_up, div_ceil
+from kvcore.units import align_down, div_ceil
 
 
 def load_mask(engine: EngineModel, hit_len: int) -> tuple[list[bool], ...]:
@@ -45,7 +45,7 @@ def store_mask(
     num_prompt_tokens: int | None = None,
 ) -> tuple[Mask, ...]:
     """Per group, whether the i-th block from `start_len` up to `aligned_len` is kept; as `store_runs`."""
-    blocks = tuple(_block_range(spec, start_len, aligned_len) for spec in engine.specs)
+    blocks = tuple(block_range(spec, start_len, aligned_len) for spec in engine.specs)
     kept = store_runs(engine, blocks, retention, num_prompt_tokens)
     return tuple(_mask(runs, run) for runs, run in zip(kept, blocks, strict=True))
 
@@ -164,16 +164,5 @@ def _junctions(engine: EngineModel, group: int, junction: int | None) -> tuple[i
     return (junction, junction - engine.specs[group].block_size) if covers_peek else (junction,)
 
 
-def _block_range(spec: GroupSpec, start_len: int, end_len: int) -> Run:
-    end = end_len // spec.block_size
-    return (min(end, align_up(start_len, spec.block_size) // spec.block_size), end)
-
-
 def _mask(runs: Runs | None, run: Run) -> Mask:
-    if runs is None:
-        return None
-    start, end = run
-    mask = [False] * (end - start)
-    for first, last in runs:
-        mask[first - start : last - start] = [True] * (last - first)
-    return mask
+    return None if runs is None else spelled_out(runs, run)

@@ -1,7 +1,7 @@
 """The block table of a recurrent group in align mode, and the keys its blocks have (vLLM's MambaManager)."""
 
 from kvcore.engine.masks import kept_boundaries, reachable_runs
-from kvcore.engine.writer import Admission, Entries, Step, Writer
+from kvcore.engine.writer import Beginning, Entries, Step, Writer
 from kvcore.runs import from_blocks
 from kvcore.types import Run
 from kvcore.units import div_ceil
@@ -17,7 +17,7 @@ class StateTable:
     """
 
     __slots__ = (
-        "_admission",
+        "_beginning",
         "_blocks",
         "_boundaries",
         "_checkpoint",
@@ -31,12 +31,12 @@ class StateTable:
         "_writer",
     )
 
-    def __init__(self, writer: Writer, group: int, admission: Admission) -> None:
+    def __init__(self, writer: Writer, group: int, beginning: Beginning) -> None:
         self._writer = writer
         self._group = group
-        self._admission = admission
+        self._beginning = beginning
         self._size = writer.engine.specs[group].block_size
-        self._boundaries = kept_boundaries(writer.engine, group, admission.num_prompt_tokens, admission.junction)
+        self._boundaries = kept_boundaries(writer.engine, group, beginning.num_prompt_tokens, beginning.junction)
         self._blocks: dict[int, set[int]] = {}
         self._length = 0
         self._left: set[int] = set()
@@ -82,7 +82,7 @@ class StateTable:
 
     def _admit(self) -> None:
         """The state of a hit, in a block of others; a loaded one, in a new block."""
-        hit_len, total = self._admission.hit_len, self._admission.hit_len + self._admission.loaded_len
+        hit_len, total = self._beginning.hit_len, self._beginning.hit_len + self._beginning.loaded_len
         if not total:
             return
         skipped, num_hit = (total - 1) // self._size, div_ceil(hit_len, self._size)
@@ -91,7 +91,7 @@ class StateTable:
             self._blocks[num_hit - 1] = {hit_len}
             if hit_len % self._size:
                 self._tail_block = self._num_cached = num_hit - 1
-        if self._admission.loaded_len:
+        if self._beginning.loaded_len:
             self._extend(div_ceil(total, self._size))
 
     def _allocate(self, end: int) -> None:
@@ -131,13 +131,13 @@ class StateTable:
 
     def _is_prompt_state(self, length: int) -> bool:
         """Whether a resent prompt looks for this one, or a sequence that leaves the prompt at a junction."""
-        writer, admission = self._writer, self._admission
+        writer, beginning = self._writer, self._beginning
         unit = writer.engine.model.hashed_step
         if length <= 0 or length % unit:
             return False
-        at_junction = writer.enters_junctions and length == admission.junction
-        return length == writer.prompt_boundary(admission.num_prompt_tokens, unit) or (
-            at_junction and length <= admission.num_prompt_tokens
+        at_junction = writer.enters_junctions and length == beginning.junction
+        return length == writer.prompt_boundary(beginning.num_prompt_tokens, unit) or (
+            at_junction and length <= beginning.num_prompt_tokens
         )
 
     def _enter_tail(self, length: int) -> None:
@@ -169,17 +169,17 @@ class StateTable:
         return (length, index) if exports else None
 
     def _prefill_end(self, step: Step) -> int:
-        return max(self._admission.num_prompt_tokens, step.num_tokens - 1)
+        return max(self._beginning.num_prompt_tokens, step.num_tokens - 1)
 
     def _enter_checkpoint(self, length: int, index: int) -> None:
         """The block's state was replaced by the checkpoint's; one that nobody looks for has no key."""
         self._blocks[index] = {length} if self._is_retained(length) else set()
 
     def _is_retained(self, length: int) -> bool:
-        writer, admission, end = self._writer, self._admission, length // self._size
-        if length == admission.junction:
+        writer, beginning, end = self._writer, self._beginning, length // self._size
+        if length == beginning.junction:
             return True
-        if length == writer.prompt_boundary(admission.num_prompt_tokens, writer.engine.model.hit_step):
+        if length == writer.prompt_boundary(beginning.num_prompt_tokens, writer.engine.model.hit_step):
             return True
         if length % self._size:
             return False

@@ -56,7 +56,7 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class Beginning:
     """How a sequence begins, or begins anew after a preemption; in tokens."""
 
     num_prompt_tokens: int

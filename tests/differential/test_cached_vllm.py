@@ -13,7 +13,7 @@ from kvcore.engine.cached import CachedSequence
 from kvcore.engine.hit import Found, find
 from kvcore.engine.masks import cached_len
 from kvcore.engine.model import EngineModel, Side
-from kvcore.engine.writer import Admission, Step, Writer
+from kvcore.engine.writer import Beginning, Step, Writer
 from kvcore.spec import FullAttention, ModelSpec, Recurrent, SlidingWindow
 from kvcore.units import align_down
 from tests.differential.random_models import as_told, presence_of, subjects
@@ -112,8 +112,8 @@ class Chain:
         blocks, *theirs = self.cache.find(request)
         ours = self.find(prompt, request.num_tokens)
         loaded_len = self.loaded_len(request.num_tokens - ours.hit_len)
-        admission = Admission(prompt.num_tokens, ours.hit_len, loaded_len, ours.junction)
-        running = Running(prompt, request, CachedSequence(self.cache.writer, admission))
+        beginning = Beginning(prompt.num_tokens, ours.hit_len, loaded_len, ours.junction)
+        running = Running(prompt, request, CachedSequence(self.cache.writer, beginning))
         self.running.append(running)
         self.all.append((prompt, prompt.num_tokens))
         return running, (ours, Found(*theirs)), (blocks, ours.hit_len), loaded_len
@@ -226,7 +226,7 @@ def test_keys_equal_vllm_s_where_random_sequences_seldom_come(name):
     (model, settings, prompt, steps), states_entered = SELDOM[name]
     writer = Writer(engine_of(as_told(model), Side.GPU), **settings)
     cache = VllmCache(as_told(model), writer, num_blocks=100)
-    running = Running(prompt, cache.request(prompt, "r"), CachedSequence(writer, Admission(prompt.num_tokens)))
+    running = Running(prompt, cache.request(prompt, "r"), CachedSequence(writer, Beginning(prompt.num_tokens)))
     for step in steps:
         running.ours.compute(step)
         cache.compute(running.request, step)

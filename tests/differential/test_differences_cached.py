@@ -9,7 +9,7 @@ from kvcore import masks as exact_masks
 from kvcore.engine.cached import CachedSequence
 from kvcore.engine.hit import hit_len
 from kvcore.engine.model import EngineModel, Side
-from kvcore.engine.writer import Admission, Entries, Step, Writer
+from kvcore.engine.writer import Beginning, Entries, Step, Writer
 from kvcore.errors import InvalidArgument
 from kvcore.spec import FullAttention, ModelSpec, Recurrent, SlidingWindow
 from tests.differential.random_models import as_told, random_presence, subjects
@@ -53,7 +53,7 @@ ENTERED = {
 @pytest.mark.parametrize("name", ENTERED)
 def test_entries_differ(name):
     example = ENTERED[name]
-    sequence = CachedSequence(Writer(EngineModel(example.model)), Admission(example.num_prompt_tokens))
+    sequence = CachedSequence(Writer(EngineModel(example.model)), Beginning(example.num_prompt_tokens))
     for step in example.steps:
         sequence.compute(step)
     (kept, *_) = exact_masks.store_mask(example.model, example.ends[-1], 0, None, example.num_prompt_tokens)

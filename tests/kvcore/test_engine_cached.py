@@ -5,7 +5,7 @@ import pytest
 from kvcore.engine.cached import CachedSequence
 from kvcore.engine.hit import Found, find
 from kvcore.engine.model import EngineModel, Side
-from kvcore.engine.writer import Admission, Entries, Step, Writer
+from kvcore.engine.writer import Beginning, Entries, Step, Writer
 from kvcore.errors import InvalidArgument
 from kvcore.spec import ChunkedLocal, FullAttention, ModelSpec, Recurrent, SlidingWindow
 
@@ -15,7 +15,7 @@ Full, Window, State = FullAttention, SlidingWindow, Recurrent
 def entered(model, num_prompt_tokens, ends, junction=None, hit_len=0, loaded_len=0, **settings):
     """Per group, what chunks that end there enter: first known tokens, then one known token a step."""
     sequence = CachedSequence(
-        Writer(EngineModel(model), **settings), Admission(num_prompt_tokens, hit_len, loaded_len, junction)
+        Writer(EngineModel(model), **settings), Beginning(num_prompt_tokens, hit_len, loaded_len, junction)
     )
     start = hit_len + loaded_len
     for end in ends:
@@ -55,14 +55,14 @@ def test_what_a_window_gave_up_before_its_unit_was_whole_is_not_entered():
 
 def test_what_is_in_flight_is_not_given_up():
     model = ModelSpec((Full(16), Window(4, 12)), frozenset({1}))
-    sequence = CachedSequence(Writer(EngineModel(model)), Admission(40))
+    sequence = CachedSequence(Writer(EngineModel(model)), Beginning(40))
     for step in (Step(0, 15, 40), Step(15, 20, 40, num_in_flight=15)):
         sequence.compute(step)
     assert sequence.entries[1] == Entries(((0, 5),))
 
 
 def test_drafts_are_entered_when_they_are_known():
-    sequence = CachedSequence(Writer(EngineModel(ModelSpec((Full(4),)))), Admission(7))
+    sequence = CachedSequence(Writer(EngineModel(ModelSpec((Full(4),)))), Beginning(7))
     sequence.compute(Step(0, 7, 7))
     sequence.compute(Step(7, 11, 8))
     assert sequence.entries == (Entries(((0, 2),)),)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvcore.engine.cached import CachedSequence
 from kvcore.engine.hit import hit_len
 from kvcore.engine.model import EngineModel
-from kvcore.engine.writer import Admission, Step, Writer
+from kvcore.engine.writer import Beginning, Step, Writer
 from kvcore.pool import hit_limit
 from kvcore.runs import from_blocks, single
 from kvcore.spec import FullAttention, ModelSpec
@@ -98,7 +98,7 @@ def test_what_is_cached_is_each_full_block_at_once():
         size, num_tokens = rng.choice((1, 4, 16)), rng.randint(1, 200)
         first = rng.randint(0, (num_tokens - 1) // size) * size
         ends = sorted({num_tokens, *(rng.randint(first, num_tokens) for _ in range(3))})
-        sequence = CachedSequence(Writer(engine_of(size)), Admission(num_tokens, first))
+        sequence = CachedSequence(Writer(engine_of(size)), Beginning(num_tokens, first))
         for start, end in pairwise([first, *ends]):
             sequence.compute(Step(start, end, num_tokens))
             assert sequence.entries[0].blocks == single((first // size, end // size))
