@@ -10,7 +10,10 @@ from kvsim.store import MooncakePool, SoftPins
 
 
 class PolicyPool(MooncakePool):
-    """A pool in which the policy, not the time its lease expired, says which of the objects that may go goes next."""
+    """A pool in which the policy, not the time its lease expired, says which of the objects that may go goes next.
+
+    Where a use reaches the prefix, its lease does: a prefix does not go before what extends it, though that may not go.
+    """
 
     def __init__(
         self,
@@ -32,14 +35,14 @@ class PolicyPool(MooncakePool):
         """As the master; what is found is used."""
         found = super().exists(group, segments, runs, now_ns)
         self._policy.use(list(pieces(group, segments, found)))
-        self._reach(group, segments, found)
+        self._reach(group, segments, found, now_ns + self._lease_ttl_ns)
         return found
 
     def get(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:
         """As the master; whoever reads has looked it up, so that this is no other use."""
         found = super().get(group, segments, runs, now_ns)
         self._policy.touch(list(pieces(group, segments, found)))
-        self._reach(group, segments, found)
+        self._reach(group, segments, found, now_ns + self._lease_ttl_ns)
         return found
 
     def _tick(self, now_ns: int) -> None:
@@ -49,25 +52,25 @@ class PolicyPool(MooncakePool):
     def _insert(self, group: GroupId, segments: Segments, absent: Sequence[Piece], mark: Mark | None) -> None:
         super()._insert(group, segments, absent, mark)
         self._policy.use(absent)
-        self._reach(group, segments, runs_of.normalize((start, end) for _, start, end in absent))
+        self._reach(group, segments, runs_of.normalize((start, end) for _, start, end in absent), self._now_ns)
 
-    def _reach(self, group: GroupId, segments: Segments, used: Runs) -> None:
-        """Make young what the policy says that these uses reach."""
+    def _reach(self, group: GroupId, segments: Segments, used: Runs, lease_ns: int) -> None:
+        """Make young, and lease as long, what the policy says that these uses reach."""
         if not used or self._policy.reach is Reach.BLOCK:
             return
         held = self._found(group, segments, ((0, used[-1][1]),))
         reached = list(pieces(group, segments, runs_of.subtract(_up_to_last(used, held), used)))
         self._policy.touch(reached)
         for lineage, start, end in reached:
-            self._renew(lineage, self._extents.cut(lineage, start, end))
+            self._renew(lineage, self._extents.cut(lineage, start, end), lease_ns)
 
-    def _renew(self, lineage: Lineage, extents: Sequence[Extent]) -> None:
-        """Add them as used by this call. Leases stay, but how long ago one has expired is nothing to a policy."""
+    def _renew(self, lineage: Lineage, extents: Sequence[Extent], lease_ns: int) -> None:
+        """Add them as used by this call, leased until `lease_ns` or longer."""
         for extent in extents:
-            if extent.lease_ns > self._now_ns:
+            if extent.lease_ns > lease_ns:
                 self._extents.add(lineage, extent._replace(grant=self._grants))
-        for start, end, mark in merged([extent for extent in extents if extent.lease_ns <= self._now_ns]):
-            self._extents.add(lineage, Extent(start, end, self._now_ns, self._grants, mark))
+        for start, end, mark in merged([extent for extent in extents if extent.lease_ns <= lease_ns]):
+            self._extents.add(lineage, Extent(start, end, lease_ns, self._grants, mark))
 
 
 class LinedExtents(Extents):

@@ -76,8 +76,10 @@ class LeafFirst(Generic[KeyT]):
 class LeafFirstRuns(LruRuns):
     """`LeafFirst` on runs, without a tree: LRU in which a use of a block is one of the held blocks before it.
 
-    A prefix is then younger than what extends it, so the oldest run ends in a leaf. It is the one `LeafFirst` takes: a
-    prefix that it has kept for its leaves alone is the next to go in both.
+    A prefix is then younger than what extends it, and leased as long, so the oldest run that may go ends in a leaf. It
+    is the one `LeafFirst` takes: a prefix that it has kept for its leaves alone is the next to go in both. Two prefixes
+    may go before what extends them: of what is pinned or of a higher priority, which is of another line; and behind a
+    gap that was filled since what is beyond it was leased.
     """
 
     reach: ClassVar[Reach] = Reach.PREFIX

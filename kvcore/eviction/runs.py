@@ -26,7 +26,7 @@ In their own order, the longest unused come first, and of one call's the deepest
 
 
 class Reach(Enum):
-    """What a use keeps young."""
+    """What a use keeps young; where it is leased, what is leased with it."""
 
     BLOCK = "the block itself"
     PREFIX = "and all before it in its sequence, up to the first that is not held"

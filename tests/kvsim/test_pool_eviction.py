@@ -70,6 +70,46 @@ def test_the_roots_that_a_faster_tier_has_stay_young_with_what_extends_them():
         assert held(store, LONG) == left
 
 
+@pytest.mark.parametrize(
+    ("policy", "ttl_ns", "left"),
+    [
+        (LruRuns, 10, (HEAD_IS_LOST, ((0, 4),))),
+        (LeafFirstRuns, 0, (TAIL_IS_LOST, ((0, 4),))),
+        (LeafFirstRuns, 10, (((0, 6),), ((0, 2),))),
+        (SessionAwareRuns, 10, (((0, 6),), ((0, 2),))),
+    ],
+)
+def test_a_prefix_does_not_go_before_its_leased_tail(policy, ttl_ns, left):
+    store = small(policy, ttl_ns=ttl_ns)
+    put(store, LONG, 0, 6, 0)
+    store.exists(G, LONG, ((3, 6),), 2)
+    put(store, OTHER, 0, 4, 3)
+    assert put(store, THIRD, 0, 2, 4) == 0
+    assert (held(store, LONG), held(store, OTHER)) == left
+
+
+def test_a_prefix_may_go_before_a_tail_that_alone_is_pinned():
+    """Pins are the master's: a put pins what it brings, and a put of what is there pins nothing."""
+    store = small(LeafFirstRuns)
+    put(store, LONG, 0, 3, 0)
+    store.put(G, LONG, ((3, 6),), 1, Hints(pin=Pin.HARD))
+    put(store, OTHER, 0, 4, 2)
+    store.exists(G, OTHER, ((0, 4),), 3)
+    put(store, THIRD, 0, 2, 4)
+    assert held(store, LONG) == HEAD_IS_LOST
+
+
+def test_a_prefix_may_go_before_a_leased_tail_when_the_gap_between_was_filled_later():
+    store = small(LeafFirstRuns, ttl_ns=10)
+    put(store, LONG, 0, 2, 0)
+    put(store, LONG, 3, 6, 0)
+    store.exists(G, LONG, ((3, 6),), 1)
+    put(store, LONG, 2, 3, 2)
+    put(store, OTHER, 0, 4, 3)
+    put(store, THIRD, 0, 2, 4)
+    assert held(store, LONG) == HEAD_IS_LOST
+
+
 def test_session_aware_keeps_what_returns():
     """Strangers come and go, and one prompt returns after every fourth of them, when by age it is gone."""
     stores = [small(policy) for policy in (LruRuns, SessionAwareRuns)]
@@ -132,25 +172,25 @@ class ByAge(HintedBlocks):
 
 
 class WithItsPrefix(ByAge):
-    """Used is also what is held before a used block, up to the first that is not."""
+    """Used, and leased, is also what is held before a used block, up to the first that is not."""
 
     def exists(self, group, segments, runs, now):
         found = super().exists(group, segments, runs, now)
         self.looked_up(self.names(group, segments, found))
-        self.reach(group, segments, found)
+        self.reach(group, segments, found, now + self.ttl)
         return found
 
     def get(self, group, segments, runs, now):
-        found = super().get(group, segments, runs, now)
+        found = super().exists(group, segments, runs, now)
         self.touched(self.names(group, segments, found))
-        self.reach(group, segments, found)
+        self.reach(group, segments, found, now + self.ttl)
         return found
 
     def entered(self, group, segments, names):
         self.looked_up(names)
-        self.reach(group, segments, runs_of.from_blocks(block for _, _, block in names))
+        self.reach(group, segments, runs_of.from_blocks(block for _, _, block in names), 0)
 
-    def reach(self, group, segments, runs):
+    def reach(self, group, segments, runs, leased_until):
         reached = set()
         for start, _ in runs:
             for name in reversed(self.names(group, segments, ((0, start),))):
@@ -160,7 +200,7 @@ class WithItsPrefix(ByAge):
         reached -= {*self.names(group, segments, runs)}
         for name in reached:
             lease, _, used = self.objects[name]
-            self.objects[name] = (lease, self.grant, used)
+            self.objects[name] = (max(lease, leased_until), self.grant, used)
         self.touched(reached)
 
     def looked_up(self, names):
@@ -168,6 +208,11 @@ class WithItsPrefix(ByAge):
 
     def touched(self, names):
         """For policies that know more than the last call."""
+
+
+class WithItsPrefixUnleased(WithItsPrefix):
+    def reach(self, group, segments, runs, leased_until):
+        super().reach(group, segments, runs, 0)
 
 
 class ByTurn(WithItsPrefix):
@@ -249,6 +294,7 @@ def script_of(*steps):
 
 IN_TWO_CHUNKS = script_of(("put", 3, 0, 3, 0), ("put", 3, 3, 6, 1), ("put", 4, 0, 6, 1), ("put", 0, 0, 2, 1))
 LOOKED_UP = script_of(("put", 3, 0, 6, 0), ("exists", 3, 0, 6, 0), ("put", 4, 0, 6, 1), ("put", 0, 0, 2, 9))
+TAIL_LOOKED_UP = script_of(("put", 3, 0, 6, 0), ("exists", 3, 3, 6, 0), ("put", 4, 0, 6, 1), ("put", 0, 0, 2, 0))
 TIGHT = (12, 2, 1.0, 0.05, False)
 
 
@@ -259,6 +305,7 @@ TIGHT = (12, 2, 1.0, 0.05, False)
         (LruRuns, WithItsPrefix, IN_TWO_CHUNKS),
         (LeafFirstRuns, HintedBlocks, IN_TWO_CHUNKS),
         (LeafFirstRuns, ByAge, IN_TWO_CHUNKS),
+        (LeafFirstRuns, WithItsPrefixUnleased, TAIL_LOOKED_UP),
     ],
 )
 def test_the_comparison_rejects_other_orders(policy, wrong, script):
