@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvcore.boundaries import store_boundaries
+from kvcore.errors import InvalidArgument
 from kvcore.frontier import Frontier
 from kvcore.group_runs import GroupRuns, minus, plus, singles
 from kvcore.hit import hit_len
@@ -40,8 +41,19 @@ class Planner:
         """Longest hit of a sequence of `num_tokens`; see `ModelSpec.limit`."""
         return self.model.limit(num_tokens)
 
+    def require_hit(self, local_hit_len: int) -> None:
+        """Raise InvalidArgument unless an engine can resume there on its own: at 0 or a multiple of `hit_step`."""
+        step = self.model.hit_step
+        if local_hit_len < 0 or local_hit_len % step:
+            expected = f"0 or a multiple of {step}: round down to where hits of this model end"
+            raise InvalidArgument("local_hit_len", local_hit_len, expected)
+
     def frontier(self, local_hit_len: int, num_tokens: int, denied: GroupRuns | None = None) -> Frontier:
-        """The dialogue that finds out what the pool holds beyond the engine, by asking for as little as it can."""
+        """The dialogue that finds out what the pool holds beyond the engine, by asking for as little as it can.
+
+        `local_hit_len` as `require_hit` has it.
+        """
+        self.require_hit(local_hit_len)
         return Frontier(self.model, local_hit_len, self.limit(num_tokens), denied or self.nothing)
 
     def lookup(self, local_hit_len: int, num_tokens: int) -> GroupRuns:

@@ -23,6 +23,23 @@ class Lookup:
     deadline_ns: int
 
 
+@dataclass(slots=True)
+class Answer:
+    """What the pool held, asked above `local_hit_len`; `answered_ns` None while the question is open.
+
+    `num_offered` tokens is the offer for `offered_for`: local hit and length of the sequence.
+    """
+
+    ticket: int
+    local_hit_len: int
+    asked_ns: int
+    dialogue: Frontier
+    present: GroupRuns
+    answered_ns: int | None = None
+    offered_for: tuple[int, int] | None = None
+    num_offered: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """The pool has not answered; consider again after an answer, or at `until_ns`."""
@@ -41,6 +58,8 @@ class Offer:
 class Load:
     """Fetch `blocks`; report with `load_finished`.
 
+    The machine knows no timeout: the driver sets one, and reports blocks whose transfer timed out as failed. It reports
+    once, when no rank can write any block of the plan any more: until then they are pinned, after it they are others'.
     `unproven` are needed at `resume_len` too, but the pool does not hold them: a grant below the offer may end where
     only a shorter or longer hit is whole. Nothing will fill them.
     """
@@ -55,6 +74,8 @@ class Load:
 class Store:
     """Write `blocks`, which hold their content when the step that issued this has run. Report with `store_finished`.
 
+    Timeouts are the driver's, as with `Load`: what timed out is reported as rejected, once, and only when no rank can
+    read any block of the plan any more; a late read would put what others have written there under this one's names.
     A tail is written from the block that it is in. `hints` are the request's, for the pool.
     """
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvcore.errors import require
-from kvcore.frontier import Frontier
 from kvcore.group_runs import GroupRuns, common, count_blocks, minus, plus
 from kvcore.hints import NO_HINTS, Hints
 from kvcore.memory import Experience, NamesOf
 from kvcore.planner import Planner
-from kvcore.plans import Decisions, Load, Lookup, Offer, PoolPolicy, Store, Wait
+from kvcore.plans import Answer, Decisions, Load, Lookup, Offer, PoolPolicy, Store, Wait
 from kvcore.types import Run
 
 
@@ -49,30 +48,13 @@ LEGAL: dict[str, frozenset[State]] = {
 _NOTHING_OFFERED = Offer(0)
 
 
-@dataclass(slots=True)
-class _Answer:
-    """What the pool held, asked above `local_hit_len`; `answered_ns` None while the question is open.
-
-    `num_offered` tokens is the offer for `offered_for`: local hit and length of the sequence.
-    """
-
-    ticket: int
-    local_hit_len: int
-    asked_ns: int
-    dialogue: Frontier
-    present: GroupRuns
-    answered_ns: int | None = None
-    offered_for: tuple[int, int] | None = None
-    num_offered: int = 0
-
-
 def _by_position(_index: int, run: Run) -> range:
     return range(*run)
 
 
 @dataclass(slots=True)
 class KVRequest:
-    """The machine of one request of `num_prompt_tokens`; its `policy` may be replaced between any two events.
+    """The machine of one request of `num_prompt_tokens` >= 1; its `policy` may be replaced between any two events.
 
     `experience` is shared by the requests of one engine, and `names_of` names this one's blocks in it; without them the
     request learns from itself alone.
@@ -86,7 +68,7 @@ class KVRequest:
     hints: Hints = NO_HINTS
     state: State = State.WAITING
     decisions: Decisions = field(init=False)
-    _answer: _Answer | None = None
+    _answer: Answer | None = None
     _offer: Offer = _NOTHING_OFFERED
     _local_hit_len: int = 0
     _load: Load | None = None
@@ -101,6 +83,8 @@ class KVRequest:
     _next_ticket: int = 0
 
     def __post_init__(self) -> None:
+        bound = "at least 1 token: nothing is computed for an empty prompt"
+        require(self.num_prompt_tokens >= 1, "num_prompt_tokens", self.num_prompt_tokens, bound)
         nothing = self.planner.nothing
         self._owed = self._given = nothing
         self.decisions = Decisions(nothing, nothing, nothing, nothing)
@@ -112,7 +96,10 @@ class KVRequest:
 
     @property
     def owes(self) -> bool:
-        """Whether the next `computed` may plan a store even if it fills no block of the prompt."""
+        """Whether the next `computed` may plan a store though the whole prompt is computed.
+
+        Where the engine keeps all blocks of a running request; elsewhere each step may.
+        """
         return any(self._owed)
 
     @property
@@ -128,8 +115,12 @@ class KVRequest:
     # -- before admission -------------------------------------------------------------------------------------
 
     def consider(self, local_hit_len: int, num_tokens: int, now_ns: int) -> Lookup | Wait | Offer:
-        """The scheduler may admit the request, which resumes at `local_hit_len` on its own, of `num_tokens` in all."""
+        """The scheduler may admit the request, which resumes at `local_hit_len` on its own, of `num_tokens` in all.
+
+        An engine's own hit ends where any hit of the model does: it is 0 or a multiple of `hit_step`.
+        """
         self._expect("consider")
+        self.planner.require_hit(local_hit_len)
         self._local_hit_len = local_hit_len
         if self._failed_loads >= self.policy.max_load_attempts or self.planner.limit(num_tokens) <= local_hit_len:
             return self._offered(0)
@@ -168,8 +159,9 @@ class KVRequest:
         self.decisions.record_admission(self._local_hit_len, offer.num_tokens, num_tokens)
         resume_len = self._local_hit_len + num_tokens
         self._owed = self._unsaved_hits(resume_len, now_ns)
-        if not self._kept_back:
-            self._saved_len = max(self._saved_len, resume_len)
+        # What waits for the end to be stored may be a local hit now: the pool was not given it.
+        saved_len = min(resume_len, self.num_prompt_tokens) if self._kept_back else resume_len
+        self._saved_len = max(self._saved_len, saved_len)
         self.state = State.COMPUTING
         load = self._plan_load(resume_len) if num_tokens else None
         self._answer = None
@@ -180,7 +172,7 @@ class KVRequest:
     def load_finished(self, ticket: int, failed: GroupRuns, now_ns: int) -> int | None:
         """The load ended and left the blocks `failed` unwritten. Returns the tokens that are valid now.
 
-        None for a report nobody waits for. When nothing is valid the request waits again.
+        None for a report nobody waits for, 0 when the request has ended. When nothing is valid it waits again.
         """
         load = self._load
         if load is None or load.ticket != ticket:
@@ -188,9 +180,9 @@ class KVRequest:
             return None
         self._expect("load_finished")
         self._load = None
-        if self.state is State.FINISHED:
-            return 0
-        return self._resume(load, common(failed, load.blocks), now_ns)
+        missed = common(failed, load.blocks)
+        self._record_misses(missed, now_ns)
+        return 0 if self.state is State.FINISHED else self._resume(load, plus(missed, load.unproven))
 
     def computed(self, num_tokens: int, now_ns: int) -> Store | None:
         """The step being scheduled computes up to `num_tokens`; what it fills is to be stored. Call it for each step.
@@ -234,7 +226,6 @@ class KVRequest:
     def preempted(self) -> None:
         """The engine took the blocks away; stores in flight keep theirs."""
         self._expect("preempted")
-        # What waits for the end to be stored may be a local hit then, which does not say that the pool was given it.
         self._kept_back = self.planner.model.prefix_closed and not self._is_foreign
         self._wait_again()
 
@@ -255,7 +246,7 @@ class KVRequest:
         self._offer = _NOTHING_OFFERED
         self._owed = self._given = self.planner.nothing
         self._void_stores |= self._stores.keys()
-        self._is_foreign = self.state in (State.LOADING, State.COMPUTING)
+        self._is_foreign = self.state is State.COMPUTING or self._load is not None
         self._saved_len, self._kept_back = 0, False
         if self.state in (State.ASKING, State.OFFERED):
             self.state = State.WAITING
@@ -269,7 +260,7 @@ class KVRequest:
         self._next_ticket += 1
         return self._next_ticket
 
-    def _is_stale(self, answer: _Answer, local_hit_len: int, now_ns: int) -> bool:
+    def _is_stale(self, answer: Answer, local_hit_len: int, now_ns: int) -> bool:
         """A local hit that shrank leaves blocks nobody asked for; what was offered for long has lost its lease.
 
         An answer is offered once, however old it is: no request asks for ever without an offer in between.
@@ -280,7 +271,7 @@ class KVRequest:
 
     def _ask(self, local_hit_len: int, num_tokens: int, now_ns: int) -> Lookup | Offer:
         dialogue = self.planner.frontier(local_hit_len, num_tokens, self._denied(local_hit_len, num_tokens, now_ns))
-        self._answer = _Answer(self._ticket(), local_hit_len, now_ns, dialogue, self.planner.nothing)
+        self._answer = Answer(self._ticket(), local_hit_len, now_ns, dialogue, self.planner.nothing)
         if dialogue.open:
             self.state = State.ASKING
             return Lookup(self._answer.ticket, dialogue, now_ns + self.policy.lookup_deadline_ns)
@@ -293,7 +284,7 @@ class KVRequest:
             return self.planner.nothing
         return denied.known(self.planner.beyond(local_hit_len, num_tokens), self.names_of, now_ns)
 
-    def _wait(self, answer: _Answer, now_ns: int) -> Wait | Offer:
+    def _wait(self, answer: Answer, now_ns: int) -> Wait | Offer:
         self.state = State.ASKING
         until_ns = answer.asked_ns + self.policy.lookup_deadline_ns
         if now_ns < until_ns:
@@ -326,14 +317,16 @@ class KVRequest:
         self.state = State.LOADING
         return self._load
 
-    def _resume(self, load: Load, failed: GroupRuns, now_ns: int) -> int:
-        self.decisions.late_misses += count_blocks(failed)
-        self.decisions.loaded = minus(self.decisions.loaded, failed)
-        self._given = minus(self._given, failed)
-        unwritten = plus(failed, load.unproven)
-        valid_len = self.planner.valid_len(load.resume_len, unwritten)
+    def _record_misses(self, missed: GroupRuns, now_ns: int) -> None:
+        """Promised and not there; the other requests of the engine learn it, also from one that has ended."""
+        self.decisions.late_misses += count_blocks(missed)
+        self.decisions.loaded = minus(self.decisions.loaded, missed)
+        self._given = minus(self._given, missed)
         if not self._is_foreign:
-            self.experience.denied.note(failed, self.names_of, now_ns)
+            self.experience.denied.note(missed, self.names_of, now_ns)
+
+    def _resume(self, load: Load, unwritten: GroupRuns) -> int:
+        valid_len = self.planner.valid_len(load.resume_len, unwritten)
         if any(unwritten):
             self._failed_loads += 1
             self._saved_len, self._kept_back = min(self._saved_len, valid_len), False
