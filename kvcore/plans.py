@@ -84,6 +84,15 @@ class Store:
     hints: Hints = NO_HINTS
 
 
+DEFAULT_STORING_SHARE = 0.25
+"""Of an engine's blocks, what its stores in flight may pin when nobody says otherwise."""
+
+
+def storing_blocks(share: float, num_gpu_blocks: int) -> int:
+    """That share of the engine's blocks in whole ones, at least 1: a `PoolPolicy.max_storing_blocks`."""
+    return max(1, int(share * num_gpu_blocks))
+
+
 @dataclass(frozen=True, slots=True)
 class PoolPolicy:
     """Patience with the pool.

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PlainValidator, ValidationInfo, field_validator
 
 from kvcore.masks import Retention
-from kvcore.plans import PoolPolicy
+from kvcore.plans import DEFAULT_STORING_SHARE, PoolPolicy
 from kvcore.units import NS_PER_MS
 from kvsim import toml
 from kvsim.clock import PS_PER_NS, PS_PER_US
@@ -50,6 +50,8 @@ class PoolConfig(Table):
     """How long a request that finds no room is offered the same hit before the pool is asked again."""
     max_load_attempts: PositiveCount = _PATIENCE.max_load_attempts
     """After so many failed loads a request recomputes what it was promised."""
+    max_storing_share: PositiveRatio = DEFAULT_STORING_SHARE
+    """Of an instance's blocks, what stores in flight may pin; what finds no room is offered again later."""
     lease_ttl_ms: Count = 10_000
     """`default_kv_lease_ttl`: an object found by a lookup is not evicted for this long."""
     eviction_high_watermark_ratio: PositiveRatio = 0.9

@@ -11,7 +11,7 @@ from kvcore.eviction.runs import RunPolicy
 from kvcore.eviction.session_aware import SessionAwareRuns
 from kvcore.loading import LoadAlways, LoadCheaper, Loading, LoadInTime
 from kvcore.planner import Planner
-from kvcore.plans import PoolPolicy
+from kvcore.plans import PoolPolicy, storing_blocks
 from kvcore.units import NS_PER_MS, NS_PER_S, div_ceil
 from kvsim.clock import PS_PER_NS, PS_PER_US
 from kvsim.cost.roofline import Roofline
@@ -33,6 +33,7 @@ def make_policy(scenario: Scenario, pool: PoolConfig, link: LinkConfig) -> PoolP
         lookup_deadline_ns=pool.lookup_deadline_ms * NS_PER_MS,
         offer_ttl_ns=pool.offer_ttl_ms * NS_PER_MS,
         max_load_attempts=pool.max_load_attempts,
+        max_storing_blocks=storing_blocks(pool.max_storing_share, scenario.num_gpu_blocks),
         admission=_ADMISSIONS[pool.admission](planner, costs),
         loading=_LOADINGS[pool.loading](costs, pool),
     )

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvcore.breaker import Tolerance
 from kvcore.errors import InvalidArgument, require
-from kvcore.plans import PoolPolicy
+from kvcore.plans import DEFAULT_STORING_SHARE, PoolPolicy
 from kvcore.units import NS_PER_MS
 
 PATIENCE = PoolPolicy()
@@ -138,7 +138,7 @@ class ConnectorConfig:
     load_deadline_ms: int = 10_000
     store_deadline_ms: int = 30_000
     offer_ttl_ms: int = OFFER_TTL_MS
-    max_storing_share: float = 0.25
+    max_storing_share: float = DEFAULT_STORING_SHARE
     model_id: str = ""
     namespace: Mapping[str, str] = field(default_factory=dict)
     key_format: KeyNames = KeyNames.KVTWIN
@@ -183,7 +183,7 @@ def read_config(
         load_deadline_ms=source.count("load_deadline_ms", 10_000, at_least=1),
         store_deadline_ms=source.count("store_deadline_ms", 30_000, at_least=1),
         offer_ttl_ms=source.count("offer_ttl_ms", OFFER_TTL_MS, at_least=1),
-        max_storing_share=source.share("max_storing_share", 0.25),
+        max_storing_share=source.share("max_storing_share", DEFAULT_STORING_SHARE),
         model_id=source.text("model_id", ""),
         namespace=source.texts("namespace"),
         key_format=source.choice("key_format", KeyNames.KVTWIN),

@@ -50,7 +50,7 @@ from kvcore.breaker import Breaker
 from kvcore.errors import InvalidArgument
 from kvcore.keys import Namespace, namespace_digest
 from kvcore.planner import Planner
-from kvcore.plans import PoolPolicy
+from kvcore.plans import PoolPolicy, storing_blocks
 from kvcore.spec import ModelSpec
 from kvcore.units import NS_PER_MS, NS_PER_S
 
@@ -273,7 +273,7 @@ def _policy(config: ConnectorConfig, num_gpu_blocks: int) -> PoolPolicy:
         lookup_deadline_ns=config.lookup_deadline_ms * NS_PER_MS,
         offer_ttl_ns=config.offer_ttl_ms * NS_PER_MS,
         max_load_attempts=PATIENCE.max_load_attempts if config.loads else 0,
-        max_storing_blocks=max(1, int(config.max_storing_share * num_gpu_blocks)),
+        max_storing_blocks=storing_blocks(config.max_storing_share, num_gpu_blocks),
         admission=PATIENCE.admission if config.stores else AdmitNone(),
     )
 

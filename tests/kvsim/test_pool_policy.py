@@ -51,6 +51,20 @@ def test_a_scenario_names_its_policies():
     assert loadings[-1].budget_ns == 70_000_000
 
 
+def test_stores_in_flight_pin_the_share_that_they_may_in_a_connector():
+    blocks = "engine.num_gpu_blocks=1003"
+    assert policy_of(blocks).max_storing_blocks == 250
+    assert policy_of(blocks, "pool.max_storing_share=1").max_storing_blocks == 1003
+    assert policy_of(blocks, "pool.max_storing_share=1e-9").max_storing_blocks == 1
+
+
+def test_what_finds_no_room_beside_other_stores_is_stored_later_or_never():
+    plain, roomy, narrow = (finished_run(SLOW_LINK, f"pool.max_storing_share={share}") for share in (0.25, 1.0, 1e-9))
+    assert decisions_digest(plain.decisions()) == decisions_digest(roomy.decisions())
+    assert 0 < narrow.pool.store.counters.put < plain.pool.store.counters.put
+    assert narrow.pool.store.counters.rejected == 0, "refused by the machines, never sent"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -62,6 +76,7 @@ def test_a_scenario_names_its_policies():
         (["pool.loading=in_time"], 'pool.load_budget_ms: expected a number of milliseconds with pool.loading'),
         (["pool.load_budget_ms=5"], "pool.load_budget_ms = 5: expected a number of milliseconds with pool.loading"),
         (["pool.session_pin=hard"], "pool.session_pin = 'hard': expected 'none' or 'soft'"),
+        (["pool.max_storing_share=0"], "pool.max_storing_share = 0: expected greater than 0"),
         (["pool.session_ttl_s=0"], "pool.session_ttl_s = 0: expected greater than 0"),
         (["pool.retention_interval=24"], "expected pool.retention_interval to be a multiple of 16 tokens"),
         (["pool.retention_interval=[16, 0]"], "expected 1 pool.retention_interval, one for each group, not 2"),
