@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator
 
+from kvcore.hints import MAX_PRIORITY
 from kvcore.masks import Retention
 from kvcore.plans import DEFAULT_STORING_SHARE, PoolPolicy
 from kvcore.units import NS_PER_MS
@@ -34,6 +35,18 @@ def _interval(value: object) -> int | None:
     return value
 
 
+Priority = Annotated[Count, Field(le=MAX_PRIORITY)]
+
+
+def _each(value: object) -> object:
+    """A tuple, of one where TOML has no list."""
+    if not isinstance(value, list | tuple):
+        return (value,)
+    if not value:
+        raise ValueError(f"a number from 0 to {MAX_PRIORITY}, or a list with one or more of these")
+    return tuple(value)
+
+
 class PoolConfig(Table):
     """The shared store; names and defaults of `mooncake_master` 0.3.13.post1 (0.3.7 had a TTL of 5,000 ms and 0.95)."""
 
@@ -61,11 +74,14 @@ class PoolConfig(Table):
     retention_interval: Annotated[Retention, PlainValidator(_retention)] = None
     """Tokens between the boundaries that a writer of a sparse group keeps, of all groups or of each; "all" keeps every
     boundary, 0 the replay boundary only. A group of full attention always keeps all blocks."""
-    session_pin: Literal["none", "soft"] = "none"
-    """Whether what a session stores is soft-pinned until the session ends (the store knows its end: every one of its
-    requests has completed), or until `session_ttl_s`."""
+    session_pin: Literal["none", "soft", "hard"] = "none"
+    """How what a session stores is pinned until the session ends (the store knows its end: every one of its requests
+    has completed). A soft pin also ends after `session_ttl_s`. What is pinned hard is not evicted: puts are refused."""
     session_ttl_s: PositiveCount = 1_800
     """`default_kv_soft_pin_ttl`: how long a soft pin lasts, counted from the put."""
+    session_priority: Annotated[tuple[Priority, ...], BeforeValidator(_each)] = (0,)
+    """Of blocks pinned alike, those of less priority go first: one number for all sessions, or a list that they take
+    theirs from in turn. It outlasts the session."""
     allow_evict_soft_pinned_objects: bool = True
     """Whether soft-pinned objects go when the others do not suffice."""
     admission: str = "all"

@@ -215,8 +215,14 @@ def _shared_pool(scenario: Scenario, clock: Clock, trace: Trace) -> SharedPool |
     planner, policy = make_planner(scenario, pool), make_policy(scenario, pool, link)
     instances = range(scenario.cluster.instances)
     paths = tuple(_path(pool, link, scenario.block_bytes, clock) for _ in instances)
-    sessions = Sessions(trace, limits(scenario).capacity_tokens, Pin(pool.session_pin), pool.session_ttl_s * NS_PER_S)
+    sessions = _sessions(pool, trace, limits(scenario).capacity_tokens)
     return SharedPool(store, planner, policy, paths, tuple(Experience() for _ in instances), sessions)
+
+
+def _sessions(pool: PoolConfig, trace: Trace, capacity_tokens: int) -> Sessions:
+    pin = Pin(pool.session_pin)
+    ttl_ns = pool.session_ttl_s * NS_PER_S if pin is Pin.SOFT else None
+    return Sessions(trace, capacity_tokens, pin, ttl_ns, pool.session_priority)
 
 
 def _path(pool: PoolConfig, link: LinkConfig, block_bytes: int, clock: Clock) -> Path:

@@ -75,7 +75,10 @@ def test_what_finds_no_room_beside_other_stores_is_stored_later_or_never():
         (["pool.loading=cheap"], "pool.loading = 'cheap': expected a known name; did you mean cheaper?"),
         (["pool.loading=in_time"], 'pool.load_budget_ms: expected a number of milliseconds with pool.loading'),
         (["pool.load_budget_ms=5"], "pool.load_budget_ms = 5: expected a number of milliseconds with pool.loading"),
-        (["pool.session_pin=hard"], "pool.session_pin = 'hard': expected 'none' or 'soft'"),
+        (["pool.session_pin=firm"], "pool.session_pin = 'firm': expected 'none', 'soft' or 'hard'"),
+        (["pool.session_priority=101"], "pool.session_priority.0 = 101: expected less than or equal to 100"),
+        (["pool.session_priority=[0, -1]"], "pool.session_priority.1 = -1: expected greater than or equal to 0"),
+        (["pool.session_priority=[]"], "pool.session_priority = []: expected a number from 0 to 100, or a list"),
         (["pool.max_storing_share=0"], "pool.max_storing_share = 0: expected greater than 0"),
         (["pool.session_ttl_s=0"], "pool.session_ttl_s = 0: expected greater than 0"),
         (["pool.retention_interval=24"], "expected pool.retention_interval to be a multiple of 16 tokens"),
@@ -160,6 +163,29 @@ def test_what_a_session_pins_is_kept_until_it_ends():
     assert pinned.pool.store._ended == {str(session) for session in range(17)}
 
 
+def test_what_a_session_pins_hard_is_evicted_never_and_what_finds_no_room_is_refused():
+    small = "pool.segment_bytes_per_instance=5e9"
+    plain, pinned = finished_run(small), finished_run(small, "pool.session_pin=hard")
+    assert plain.pool.store.counters.rejected == 0 < pinned.pool.store.counters.rejected
+    assert pinned.pool.store.counters.evicted_pinned == 0
+    assert pinned.pool.store.counters.evicted < plain.pool.store.counters.evicted
+    assert not pinned.pool.store._pinned_by, "every session has ended, and released what it pinned"
+
+
+def test_sessions_take_priorities_in_turn_and_those_of_more_keep_more():
+    small = "pool.segment_bytes_per_instance=5e9"
+    plain, alike, ranked = (
+        finished_run(small),
+        *(finished_run(small, f"pool.session_priority={priority}") for priority in ("7", "[0, 100]")),
+    )
+    assert decisions_digest(alike.decisions()) == decisions_digest(plain.decisions())
+    session = trace_of(load(WITH, SMALL)).session
+    loaded = [
+        sum(d.granted_len for d, s in zip(ranked.decisions(), session, strict=True) if s % 2 == odd) for odd in (0, 1)
+    ]
+    assert 2 * loaded[0] < loaded[1]
+
+
 def test_pins_change_nothing_while_there_is_room():
     roomy = decisions_digest(finished_run("pool.session_pin=soft").decisions())
     assert roomy == decisions_digest(finished_run().decisions())
@@ -173,5 +199,10 @@ def test_a_session_ends_with_the_last_of_its_requests_that_fits():
     assert [everything.finished(index) for index in own] == [None, None, str(trace.session[0])]
     assert [all_but_last.finished(index) for index in own[:2]] == [None, str(trace.session[0])]
     assert everything.hints(own[0]) == Hints(str(trace.session[0]), Pin.SOFT, 5)
+    assert Sessions(trace, longest, Pin.HARD, None, [3]).hints(own[0]) == Hints(
+        str(trace.session[0]), Pin.HARD, None, 3
+    )
+    ranked = Sessions(trace, longest, Pin.NONE, None, [0, 9])
+    assert {ranked.hints(request) for request in range(6)} == {NO_HINTS, Hints(priority=9)}
     silent = Sessions(trace, longest, Pin.NONE, 5)
     assert [silent.finished(index) for index in own] == [None] * 3 and silent.hints(0) is NO_HINTS
