@@ -1,0 +1,120 @@
+"""Two tensor parallel ranks, each a process of its own: what both hold is stored once, and a hit needs both parts."""
+
+import random
+from array import array
+from dataclasses import dataclass
+
+import pytest
+
+from kvcore.hashing import hash_blocks
+from kvcore.keys import parse_key
+from testbed.pool import Pool
+from testbed.tiny_model import write_tiny_model
+from tests.e2e.conftest import CONNECTOR
+from tests.e2e.processes import Engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
+
+BLOCK = 32
+MODELS = {
+    # name: (its changes to qwen3, objects of each block)
+    "two heads": ({}, 2),
+    "one head": ({"num_key_value_heads": 1}, 1),
+}
+
+
+@dataclass
+class Fleet:
+    """`plain` has no connector: what it computes is right. The other two share the pool."""
+
+    pool: Pool
+    plain: Engine
+    writer: Engine
+    reader: Engine
+    num_shards: int
+
+    def answer(self, engine, tokens, max_tokens=16):
+        """Without what the engine itself has cached; when this returns, all stores have ended."""
+        assert engine.call("reset_local")
+        answer = engine.generate([tokens], max_tokens)
+        if engine is not self.plain:
+            engine.call("settle")
+        return answer["tokens"], answer["cached"]
+
+    def objects(self):
+        return {parse_key(key): key for key in self.pool.master.stored_keys()}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def fleet(request, tmp_path_factory):
+    changes, num_shards = MODELS[request.param]
+    folder = tmp_path_factory.mktemp("ranks")
+    pool = Pool(folder)
+    model = write_tiny_model("qwen3", folder / "model", changes=changes)
+    started = []
+
+    def start(label, connector):
+        config = {"model": model, "connector": connector, "options": {"tensor_parallel_size": 2}}
+        environment = {**pool.environment(), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+        started.append(Engine(config, folder / f"{label}.log", environment))
+        return started[-1]
+
+    try:
+        plain = start("plain", None).ready()
+        writer, reader = start("writer", CONNECTOR), start("reader", CONNECTOR)
+        yield Fleet(pool, plain, writer.ready(), reader.ready(), num_shards)
+    finally:
+        for each in started:
+            each.kill()
+        pool.kill()
+
+
+def hit_locally(fleet, tokens, hit_len):
+    """What an engine without a connector says that has computed so much of the prompt before."""
+    assert fleet.plain.call("reset_local")
+    fleet.plain.generate([tokens[: hit_len + 1]], 1)
+    answer = fleet.plain.generate([tokens], 16)
+    return answer["tokens"], answer["cached"]
+
+
+def test_what_one_engine_stored_the_other_one_hits_and_objects_are_counted(fleet, prompt):
+    fleet.pool.empty()
+    tokens = prompt(700)
+    computed = fleet.answer(fleet.plain, tokens)
+    assert fleet.answer(fleet.writer, tokens) == computed == (computed[0], [0])
+    objects = fleet.objects()
+    blocks = {key.block_hash for key in objects}
+    assert len(blocks) >= 700 // BLOCK
+    assert len(objects) == fleet.num_shards * len(blocks)
+    assert {key.rank for key in objects} == set(range(fleet.num_shards))
+    hit_len = 700 // BLOCK * BLOCK
+    assert fleet.answer(fleet.reader, tokens) == hit_locally(fleet, tokens, hit_len)
+
+
+def test_a_hit_ends_before_the_block_that_one_rank_lacks(fleet, prompt):
+    """Case S05."""
+    fleet.pool.empty()
+    tokens, lost_block = prompt(700), 9
+    fleet.answer(fleet.writer, tokens)
+    objects, lost_hash = fleet.objects(), hash_blocks(tokens, BLOCK, seed="0")[lost_block]
+    (lost,) = [text for key, text in objects.items() if (key.rank, key.block_hash) == (fleet.num_shards - 1, lost_hash)]
+    with fleet.pool.client() as client:
+        assert client.remove(lost, True) == 0
+    assert fleet.answer(fleet.reader, tokens) == hit_locally(fleet, tokens, lost_block * BLOCK)
+    assert lost in fleet.objects().values(), "computed, and stored again"
+    assert fleet.answer(fleet.writer, tokens)[1] == [700 // BLOCK * BLOCK]
+
+
+def test_control_noise_in_one_part_changes_the_tokens(fleet, prompt):
+    fleet.pool.empty()
+    tokens = prompt(700)
+    right, _ = fleet.answer(fleet.writer, tokens)
+    noise = random.Random(0)
+    with fleet.pool.client() as client:
+        for key, text in fleet.objects().items():
+            if key.rank == fleet.num_shards - 1:
+                size_bytes = client.get_size(text)
+                assert client.remove(text, True) == 0
+                assert client.put(text, array("f", (noise.gauss(0, 1) for _ in range(size_bytes // 4))).tobytes()) == 0
+    noisy, cached = fleet.answer(fleet.reader, tokens)
+    assert (cached, noisy == right) == ([700 // BLOCK * BLOCK], False)
