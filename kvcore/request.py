@@ -71,6 +71,7 @@ class KVRequest:
     _answer: Answer | None = None
     _offer: Offer = _NOTHING_OFFERED
     _local_hit_len: int = 0
+    _considered_ns: int | None = None
     _load: Load | None = None
     _stores: dict[int, GroupRuns] = field(default_factory=dict)
     _void_stores: set[int] = field(default_factory=set)
@@ -122,6 +123,8 @@ class KVRequest:
         self._expect("consider")
         self.planner.require_hit(local_hit_len)
         self._local_hit_len = local_hit_len
+        if self._considered_ns is None:
+            self._considered_ns = now_ns
         if self._failed_loads >= self.policy.max_load_attempts or self.planner.limit(num_tokens) <= local_hit_len:
             return self._offered(0)
         answer = self._answer
@@ -131,7 +134,8 @@ class KVRequest:
             return self._wait(answer, now_ns)
         if answer.offered_for != (local_hit_len, num_tokens):
             hit_len = self.planner.hit(local_hit_len, num_tokens, answer.present)
-            answer.offered_for, answer.num_offered = (local_hit_len, num_tokens), self._worth(hit_len, answer.present)
+            answer.offered_for = local_hit_len, num_tokens
+            answer.num_offered = self._worth(hit_len, answer.present, now_ns)
         return self._offered(answer.num_offered)
 
     def lookup_answered(self, ticket: int, now_ns: int) -> None:
@@ -276,7 +280,7 @@ class KVRequest:
             self.state = State.ASKING
             return Lookup(self._answer.ticket, dialogue, now_ns + self.policy.lookup_deadline_ns)
         self._answer.answered_ns = now_ns
-        return self._offered(self._worth(dialogue.hit_len, self.planner.nothing))
+        return self._offered(self._worth(dialogue.hit_len, self.planner.nothing, now_ns))
 
     def _denied(self, local_hit_len: int, num_tokens: int, now_ns: int) -> GroupRuns:
         denied = self.experience.denied
@@ -293,13 +297,15 @@ class KVRequest:
         answer.answered_ns = now_ns
         return self._offered(0)
 
-    def _worth(self, hit_len: int, present: GroupRuns) -> int:
+    def _worth(self, hit_len: int, present: GroupRuns, now_ns: int) -> int:
         """The tokens of a hit that are to be offered."""
         local_hit_len = self._local_hit_len
         if hit_len == local_hit_len:
             return 0
+        assert self._considered_ns is not None
         blocks = self.planner.load(local_hit_len, hit_len, present)
-        return hit_len - local_hit_len if self.policy.loading.worth(local_hit_len, hit_len, blocks) else 0
+        worth = self.policy.loading.worth(local_hit_len, hit_len, blocks, now_ns - self._considered_ns)
+        return hit_len - local_hit_len if worth else 0
 
     def _offered(self, num_tokens: int) -> Offer:
         self.state = State.OFFERED

@@ -89,7 +89,7 @@ class PoolConfig(Table):
     loading: str = "always"
     """Which hits are loaded: all, those `cheaper` to fetch than to compute, or also those that are there `in_time`."""
     load_budget_ms: Annotated[Count | None, Field(validate_default=True)] = None
-    """What a load may take and be in time, alone on its link."""
+    """How long after the request was first considered a load is in time, if it is alone on its link."""
 
     @field_validator("eviction")
     @classmethod

@@ -50,7 +50,7 @@ class AdmitSecondTouch:
 class LoadLongHits:
     """At least 4 tokens."""
 
-    def worth(self, local_hit_len, hit_len, blocks):
+    def worth(self, local_hit_len, hit_len, blocks, waited_ns):
         return hit_len - local_hit_len >= 4
 
 
