@@ -186,7 +186,7 @@ class Histories(RuleBasedStateMachine):
             self.calls.append((attempt, len(self.history), self.now_ns))
 
     @precondition(lambda self: self.calls)
-    @rule(index=st.integers(0, 5), succeeded=st.sampled_from((False, False, True)))
+    @rule(index=st.integers(0, 3), succeeded=st.sampled_from((False, False, True)))
     def end(self, index, succeeded):
         attempt, *began = self.calls.pop(index % len(self.calls))
         if succeeded:
@@ -195,11 +195,30 @@ class Histories(RuleBasedStateMachine):
             self.breaker.failed(attempt, self.now_ns)
         self.tell("succeeded" if succeeded else "failed", *began)
 
+    @rule(duration_ns=st.sampled_from((1, 6, 40)), succeeded=st.sampled_from((False, False, True)))
+    def call(self, duration_ns, succeeded):
+        """One that nothing comes between."""
+        before = len(self.calls)
+        self.begin()
+        if len(self.calls) > before:
+            self.pass_time(duration_ns)
+            self.end(before, succeeded)
+
     @rule(unlucky=st.integers(0, 9))
     def lose(self, unlucky):
         if not unlucky:
             self.breaker.lost(self.now_ns)
             self.tell("lost")
+
+    @precondition(lambda self: self.breaker.state is CLOSED and self.calls)
+    @rule(unlucky=st.integers(0, 3))
+    def restart(self, unlucky):
+        """The pool is gone and back while calls are under way."""
+        if not unlucky:
+            self.breaker.lost(self.now_ns)
+            self.tell("lost")
+            self.probe(0)
+            self.end_probe(True)
 
     @precondition(lambda self: self.breaker.state is OPEN)
     @rule(late_ns=st.sampled_from((0, 0, 4)))
@@ -224,8 +243,8 @@ SEARCH = settings(
 )  # fmt: skip
 
 
-def search(breaker_type):
-    run_state_machine_as_test(type("Searched", (Histories,), {"breaker_type": breaker_type}), settings=SEARCH)
+def search(breaker_type, effort=SEARCH):
+    run_state_machine_as_test(type("Searched", (Histories,), {"breaker_type": breaker_type}), settings=effort)
 
 
 def test_any_history_leaves_it_as_the_rules_say():
@@ -286,4 +305,4 @@ class AsksWhileHalfOpen(Breaker):
 )  # fmt: skip
 def test_control_a_breaker_without_one_of_the_rules(wrong):
     with pytest.raises(AssertionError):
-        search(wrong)
+        search(wrong, settings(SEARCH, max_examples=1_000))
