@@ -41,6 +41,7 @@ from kvconnector.vllm_compat import (
     namespace_fields,
     publishes_events,
     rank_of,
+    require_memory_that_stays,
     shardings,
 )
 from kvconnector.worker import WorkerHalf
@@ -84,6 +85,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         _set_load_failure_policy(transfer, config.on_load_failure)
         clock = MonotonicClock()
         pool = _joining(config.pool)
+        require_memory_that_stays(vllm_config)
         model = describe_model(vllm_config, kv_cache_config)
         require_final_blocks(config.integrity, model)
         seal = seal_of(config)
@@ -119,6 +121,11 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def requires_kv_delivery(self) -> bool:
         """No: a store that is dropped is a miss later."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No; vLLM 0.33 asks, see `require_memory_that_stays`."""
         return False
 
     # -- scheduler ---------------------------------------------------------------------------------------------

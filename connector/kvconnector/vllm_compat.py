@@ -66,6 +66,7 @@ __all__ = [
     "published",
     "publishes_events",
     "rank_of",
+    "require_memory_that_stays",
     "shardings",
 ]
 
@@ -193,6 +194,15 @@ def shardings(vllm_config: Any, kv_cache_config: Any) -> tuple[Sharding, ...]:
     layout = RankLayout(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
     groups = kv_cache_config.kv_cache_groups
     return tuple(Sharding(layout, _num_parts(vllm_config, group, layout.tp)) for group in groups)
+
+
+def require_memory_that_stays(vllm_config: Any) -> None:
+    """Raises InvalidArgument for sleep mode, which takes the memory from under a KV cache that the pool has registered.
+
+    vLLM 0.32 does not tell a connector of it; 0.33 does, and asks it first.
+    """
+    sleeps = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+    require(not sleeps, "enable_sleep_mode", sleeps, "False: the KV cache's memory is registered with the pool")
 
 
 def rank_of(vllm_config: Any) -> int:

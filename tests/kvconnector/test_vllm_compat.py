@@ -138,6 +138,17 @@ def test_sharding_by_context_is_refused():
             shardings(engine_config(**{name: 2}), caches)
 
 
+def test_sleep_mode_is_refused():
+    from kvconnector.connector import KVTwinConnector
+    from kvconnector.vllm_compat import require_memory_that_stays
+
+    require_memory_that_stays(engine_config())
+    require_memory_that_stays(engine_config(enable_sleep_mode=False))
+    with pytest.raises(InvalidArgument, match="enable_sleep_mode = True: expected False"):
+        require_memory_that_stays(engine_config(enable_sleep_mode=True))
+    assert not KVTwinConnector.supports_sleep_mode(object())
+
+
 def heads(spec, num_heads):
     return replace(attention(spec), num_kv_heads=num_heads)
 
