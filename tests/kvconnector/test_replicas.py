@@ -64,11 +64,12 @@ def aggregated(ranks):
 BLOCKS = entries((0, 5), (1, 2), (2, 0), (3, 1), (4, 4))
 
 
-def test_each_replica_writes_in_turn_and_every_rank_loads(workers, store):
-    """Two KV heads on four ranks: 0 and 1 hold the same, and so do 2 and 3."""
+@pytest.mark.parametrize("cut", [Sharding(FOUR, 2), Sharding(RankLayout(tp=2, pp=2), 1)], ids=["heads", "stages"])
+def test_each_replica_writes_in_turn_and_every_rank_loads(workers, store, cut):
+    """Two KV heads on four ranks, or a latent on two stages of two: 0 and 1 hold the same, and so do 2 and 3."""
     import torch
 
-    cut, heads = Sharding(FOUR, 2), [random_cache(2, 3) for _ in range(2)]
+    heads = [random_cache(2, 3) for _ in range(2)]
     written = [[heads[rank // 2].clone()] for rank in range(4)]
     writers = [workers(written[rank], rank=rank, cuts=(cut,)) for rank in range(4)]
     job = StoreJob(1, "a", N, BLOCKS)
