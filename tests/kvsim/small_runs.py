@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from kvcore.units import div_ceil
 from kvsim.clock import PS_PER_US
-from kvsim.scenario import load
+from kvsim.pool_config import ADMISSIONS, EVICTIONS
+from kvsim.scenario import ROUTINGS, load
 from kvsim.workload.builder import TraceBuilder
 
 
@@ -33,7 +34,7 @@ ENGINES = st.builds(
     watermark=st.sampled_from([0.0, 0.0, 0.0, 0.04, 0.3]),
 )
 
-POOLS = st.fixed_dictionaries(
+SIZES = st.fixed_dictionaries(
     {
         "pool.segment_bytes_per_instance": st.sampled_from([10**9, 10**7, 3 * 10**6]),
         "pool.lookup_rtt_us": st.sampled_from([0, 200, 5_000]),
@@ -43,7 +44,31 @@ POOLS = st.fixed_dictionaries(
         "link.bandwidth_bytes_per_s": st.sampled_from([10**8, 10**10]),
     }
 )
-"""Settings of a scenario with a pool."""
+POLICIES = st.fixed_dictionaries(
+    {
+        "cluster.routing": st.sampled_from(ROUTINGS),
+        "pool.eviction": st.sampled_from(EVICTIONS),
+        "pool.admission": st.sampled_from(ADMISSIONS),
+        "pool.session_pin": st.sampled_from(["none", "none", "soft", "hard"]),
+        "pool.session_priority": st.sampled_from([0, 0, [0, 3, 1]]),
+        "pool.session_ttl_s": st.sampled_from([1, 1_800]),
+        "pool.allow_evict_soft_pinned_objects": st.sampled_from(["true", "false"]),
+        "pool.eviction_ratio": st.sampled_from([0.05, 0.5]),
+        "pool.offer_ttl_ms": st.sampled_from([1, 50, 4_000]),
+        "pool.max_load_attempts": st.sampled_from([1, 2, 3]),
+        "pool.max_storing_share": st.sampled_from([0.01, 0.25, 1.0]),
+    }
+)
+BUDGETS = st.sampled_from([{}, {"pool.load_budget_ms": 0}, {"pool.load_budget_ms": 1}, {"pool.load_budget_ms": 30}])
+LOADING = st.builds(
+    lambda name, budget: {"pool.loading": "in_time" if budget else name} | budget,
+    st.sampled_from(["always", "always", "cheaper"]),
+    BUDGETS,
+)
+POOLS = st.builds(
+    lambda *settings: {key: value for each in settings for key, value in each.items()}, SIZES, POLICIES, LOADING
+)
+"""Settings of a scenario with a pool, and who decides about it."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from kvsim.events import Kind
 from kvsim.instance import Jump
 from kvsim.invariants import check
+from kvsim.pool_config import ADMISSIONS, EVICTIONS, LOADINGS
 from kvsim.run import simulation
+from kvsim.scenario import ROUTINGS
 from kvsim.scheduler import Scheduler
 from kvsim.workload.load import load_trace
 from tests.kvsim.small_runs import ASKS, ENGINES, POOLS, Ask, engine, events, scenario_of, trace_of
@@ -132,6 +134,9 @@ def test_without_a_pool():
     assert min(seen[what] for what in ("jumped", "evicted", "PREEMPTED", "FINISHED")) > 0, seen
 
 
+NAMED = ("cluster.routing", "pool.eviction", "pool.admission", "pool.loading", "pool.session_pin")
+
+
 def test_with_a_pool():
     seen = Counter()
 
@@ -140,11 +145,14 @@ def test_with_a_pool():
     @example(engine(1, 1, 178, 1, 8192, 0.0), SMALL_POOL | {"pool.lease_ttl_ms": 1}, OFFERED_AGAIN)
     def agree(settings, pool, asks):
         runs = both(scenario_of(settings | pool, "pool-16"), trace_of(asks))
-        assert check(runs[0]) == "ok"
+        assert check(runs[0]) == check(runs[1]) == "ok"
         seen.update(seen_in(*runs))
+        seen.update(value for key, value in pool.items() if key in NAMED)
 
     agree()
+    policies = {*EVICTIONS, *ADMISSIONS, *LOADINGS, *ROUTINGS, "soft", "hard"}
     assert min(seen[what] for what in ("jumped", "LOADED", "STORED", "FINISHED")) > 0, seen
+    assert len(policies & seen.keys()) > len(policies) // 2, seen
 
 
 @given(st.randoms(use_true_random=False))
