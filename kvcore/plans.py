@@ -133,12 +133,13 @@ class PoolPolicy:
 class Decisions:
     """What was decided for the request: the record that simulator and connector must share.
 
-    Lengths in tokens, of the first admission; block positions over the whole life: what was asked for, what was planned
-    and not reported as failed, and what of the stores was last reported as not written. `late_misses` counts promised
-    blocks that were not there.
+    Lengths in tokens, of the first admission; block positions over the whole life: what was asked for, what of it was
+    found, what was planned and not reported as failed, and what of the stores was last reported as not written.
+    `late_misses` counts promised blocks that were not there.
     """
 
     looked_up: GroupRuns
+    found: GroupRuns
     loaded: GroupRuns
     stored: GroupRuns
     rejected: GroupRuns

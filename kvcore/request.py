@@ -88,7 +88,7 @@ class KVRequest:
         require(self.num_prompt_tokens >= 1, "num_prompt_tokens", self.num_prompt_tokens, bound)
         nothing = self.planner.nothing
         self._owed = self._given = nothing
-        self.decisions = Decisions(nothing, nothing, nothing, nothing)
+        self.decisions = Decisions(nothing, nothing, nothing, nothing, nothing)
 
     @property
     def closed(self) -> bool:
@@ -147,6 +147,7 @@ class KVRequest:
         answer.present = answer.dialogue.present
         answer.answered_ns = now_ns
         self.decisions.looked_up = plus(self.decisions.looked_up, answer.dialogue.asked)
+        self.decisions.found = plus(self.decisions.found, answer.present)
 
     def granted(self, num_tokens: int, now_ns: int) -> Load | None:
         """The scheduler admitted the request with `num_tokens` <= the offer to be loaded, and allocated its blocks.

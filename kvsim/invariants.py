@@ -118,7 +118,7 @@ def pool_objects_conserved(simulation: Simulation, _events: Events) -> None:
 
 
 def loads_were_proven(simulation: Simulation, _events: Events) -> None:
-    """Blocks loaded are among those looked up, and the pool found at least as many."""
+    """Blocks loaded are among those that lookups found, these among those they asked for; as many or more were got."""
     pool = simulation.pool
     if pool is None:
         return
@@ -126,8 +126,9 @@ def loads_were_proven(simulation: Simulation, _events: Events) -> None:
     for index, machine in _machines(simulation):
         decisions = machine.decisions
         num_loaded += count_blocks(decisions.loaded)
-        unasked = minus(decisions.loaded, decisions.looked_up) if decisions.loaded else ()
-        assert not any(unasked), f"request {index} loaded {unasked} unasked"
+        unproven, unasked = minus(decisions.loaded, decisions.found), minus(decisions.found, decisions.looked_up)
+        assert not any(unproven), f"request {index} loaded {unproven} unproven"
+        assert not any(unasked), f"request {index} found {unasked} unasked"
     assert num_loaded <= pool.store.counters.got, (num_loaded, pool.store.counters)
 
 
@@ -170,7 +171,7 @@ def lost_blocks_reported(simulation: Simulation, events: Events) -> None:
     reported = np.bincount(stored.request, stored.a + stored.b, minlength=len(simulation.cluster.sequences))
     for index, machine in _machines(simulation):
         decisions = machine.decisions
-        planned = plus(decisions.stored, decisions.rejected) if decisions.rejected else decisions.stored
+        planned = plus(decisions.stored, decisions.rejected)
         assert count_blocks(planned) <= reported[index], f"request {index}: {planned}, reported {reported[index]}"
 
 
