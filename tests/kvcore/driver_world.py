@@ -115,7 +115,9 @@ class Driver(SharedPool):
         self.new_ticket(live, lookup.ticket)
         live.last_lookup = lookup.ticket
         assert self.now_ns < lookup.deadline_ns == live.machine.reconsider_at_ns
-        self.questions.append(Question(live, lookup, live.engine.generation, frozenset(self.known(live.engine.denied))))
+        denied = frozenset(self.known(live.engine.denied))
+        self.check_left_out(live, lookup.dialogue, denied)
+        self.questions.append(Question(live, lookup, live.engine.generation, denied))
 
     def known(self, memory):
         return {name for name, noted_ns in memory.items() if self.now_ns - noted_ns < self.memory_ttl_ns}
@@ -201,6 +203,7 @@ class Driver(SharedPool):
             self.check_settled(live, index, positions)
 
     def preempt(self, live):
+        live.keeps_back = live.weights == live.engine.generation
         live.machine.preempted()
         self.restart(live)
 
@@ -226,6 +229,7 @@ class Driver(SharedPool):
         for live in {*self.live, *self.closing}:
             if live.engine is engine:
                 live.machine.reset()
+                live.keeps_back = False
                 live.due.clear()
 
     # -- questions ----------------------------------------------------------------------------------------------------
@@ -281,8 +285,12 @@ class Driver(SharedPool):
         self.stores.append(self.start(live, store, lent or {}))
 
     def check_planned_once(self, live, index, position):
-        """Since the last admission; and at the end once more what was refused."""
-        retried = live.machine.state is State.FINISHED and live.outcome.get((index, position)) == "rejected"
+        """Since the last admission; and at the end once more what was refused. What others computed, they store."""
+        is_rejected = live.outcome.get((index, position)) == "rejected"
+        retried = live.machine.state is State.FINISHED and is_rejected
+        is_theirs = (index, position) in live.others - live.due and not is_rejected
+        may_be_own = live.keeps_back and live.engine.kinds[index].end(position) > live.num_prompt
+        assert not is_theirs or may_be_own or not self.stores_all, "others have stored it"
         assert live.planned[index, position] == 0 or retried, "planned again without having been touched"
         live.planned[index, position] += 1
 
@@ -328,18 +336,23 @@ class Driver(SharedPool):
         self.ended.append(job)
         live = job.live
         engine = live.engine
-        for number, (index, position, block) in enumerate(job.entries):
+        for number, entry in enumerate(job.entries):
             if number not in job.failed:
-                content = right(self.kinds, index, live.name(index, position)[1], job.generation)
-                block.slots[: len(content)] = content
+                self.write(job, *entry)
         self.unpin(job)
         misses = live.machine.decisions.late_misses
         valid = live.machine.load_finished(job.ticket, self.failed_blocks(job), self.now_ns)
         assert valid is not None, "a plan's first report counts"
+        assert live.machine.decisions.late_misses == misses + len(job.failed), "also of a request that has ended"
+        self.check_loaded(job)
+        self.note(job, engine.denied)
         if live in self.live:
-            assert live.machine.decisions.late_misses == misses + len(job.failed)
-            self.note(job, engine.denied)
             self.resume(live, valid)
+
+    def write(self, job, index, position, block):
+        """What the pool has for it gets into the block."""
+        content = right(self.kinds, index, job.live.name(index, position)[1], job.generation)
+        block.slots[: len(content)] = content
 
     def failed_blocks(self, job):
         failed = [[] for _ in job.live.engine.kinds]

@@ -50,6 +50,10 @@ class Live:
     """(generation at its admission, index, position) of blocks that it has computed."""
     settled: set = field(default_factory=set)
     """The same, that a plan has loaded or given to the pool, or that somebody else has computed."""
+    others: set = field(default_factory=set)
+    """(index, position) of local hits at the last admission that somebody else computed, and sees to."""
+    keeps_back: bool = False
+    """Preempted with these weights: whose the generated blocks are that it finds it cannot tell."""
     planned: Counter = field(default_factory=Counter)
     """Times that an object was planned to be stored since the last admission."""
     due: set = field(default_factory=set)
@@ -231,9 +235,12 @@ class Engine:
         """Allocate what token `resume` reads, out of the cache up to `local`. What of it nobody has written yet."""
         unwritten = set()
         live.weights = self.generation
+        live.others.clear()
         for group, positions in enumerate(self.needed(resume)):
             shared = {p for p in positions if p in self.needed(local)[group] and (p + 1) * self.sizes[group] <= local}
-            live.settled |= {(self.generation, group, position) for position in shared} - live.filled
+            others = {(self.generation, group, position) for position in shared} - live.filled
+            live.settled |= others
+            live.others |= {part[1:] for part in others}
             for position in sorted(shared):
                 text = live.lineage[: (position + 1) * self.sizes[group]]
                 live.table[group][position] = self.hold(self.cached[group, text])

@@ -49,6 +49,17 @@ class World(Driver):
             assert rejected == {position for position, outcome in mine.items() if outcome == "rejected"}
             assert stored == set(mine) - rejected
 
+    def check_left_out(self, live, dialogue, denied):
+        """A question leaves out what is denied, and no more: not what was stored since."""
+        blocks = as_sets(self.planner.beyond(dialogue.local_hit_len, live.num_tokens))
+        expected = [{p for p in some if live.name(index, p) in denied} for index, some in enumerate(blocks)]
+        assert list(as_sets(dialogue.denied)) == expected
+
+    def check_loaded(self, job):
+        """What was not written is not on record as loaded."""
+        decisions = job.live.machine.decisions
+        assert not any(map(set.intersection, as_sets(decisions.loaded), as_sets(self.failed_blocks(job))))
+
     # -- what a request has computed, a later one finds ---------------------------------------------------------------
 
     def check_all_settled(self, live):

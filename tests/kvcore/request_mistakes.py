@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from kvcore.group_runs import plus
+from kvcore.memory import BlockMemory
 from kvcore.planner import Planner
 from kvcore.plans import Offer, Wait
 from kvcore.request import KVRequest, State
@@ -152,6 +153,43 @@ class RemembersOldStores(KVRequest):
         self._given = given
 
 
+class KeepsBackAfterAReset(KVRequest):
+    """What waited for the end waits for it still, in a pool that knows nothing of it."""
+
+    def reset(self):
+        kept_back = self._kept_back
+        super().reset()
+        self._kept_back = kept_back
+
+
+class StoresThePromptOfOthers(KVRequest):
+    """Once preempted it takes no local hit for saved, whoever has computed it."""
+
+    def granted(self, num_tokens, now_ns):
+        saved_len = self._saved_len
+        load = super().granted(num_tokens, now_ns)
+        if self._kept_back:
+            self._saved_len = saved_len
+        return load
+
+
+class LosesLateFailures(KVRequest):
+    """A load that ends after its request is not looked at."""
+
+    def load_finished(self, ticket, failed, now_ns):
+        ended = self.state is State.FINISHED
+        return super().load_finished(ticket, self.planner.nothing if ended else failed, now_ns)
+
+
+class DeniesWhatIsStored(KVRequest):
+    """A load that failed counts for as long as it is remembered, though the block was stored since."""
+
+    def store_finished(self, ticket, rejected, now_ns):
+        denied, self.experience.denied = self.experience.denied, BlockMemory(1, 1)
+        super().store_finished(ticket, rejected, now_ns)
+        self.experience.denied = denied
+
+
 # -- planners ---------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +259,41 @@ class LoadsUnpinned(World):
     def close_load(self, job):
         self.pin(job)
         super().close_load(job)
+
+
+class _TimedOut(World):
+    """Reported as if no rank could touch the blocks any more; one does, some steps later."""
+
+    late = ()
+
+    def step(self, live, amount):
+        super().step(live, amount)
+        for job in self.late:
+            for number in job.failed:
+                self.touch(job, *job.entries[number])
+
+
+class WritesAfterItsTimeout(_TimedOut):
+    """A load."""
+
+    def close_load(self, job):
+        super().close_load(job)
+        self.late = (*self.late, job)
+
+    def touch(self, job, index, position, block):
+        self.write(job, index, position, block)
+
+
+class ReadsAfterItsTimeout(_TimedOut):
+    """A store."""
+
+    def close_store(self, job):
+        super().close_store(job)
+        self.late = (*self.late, job)
+
+    def touch(self, job, index, position, block):
+        content = job.live.engine.read(index, position, block)
+        self.put(self.key(job.live, job.generation, index, position), 0, content)
 
 
 class ReleasesAtTheFirstReport(World):

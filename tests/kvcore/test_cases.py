@@ -14,11 +14,12 @@ from kvcore.frontier import Frontier
 from kvcore.group_runs import common, count_blocks, minus
 from kvcore.planner import Planner
 from kvcore.request import State
-from kvcore.spec import FullAttention, ModelSpec, SlidingWindow
+from kvcore.spec import FullAttention, ModelSpec, Recurrent, SlidingWindow
 from tests.kvcore.attention_oracle import as_runs, as_sets, models
 from tests.kvcore.one_request import FULL, POLICY, B, answer, blocks, machine
 from tests.kvcore.pool_objects import brute_hit, objects_of
 from tests.kvcore.pool_world import World
+from tests.kvcore.shared_pool import SharedPool
 from tests.kvcore.test_request_stateful import LINEAGES
 
 TEXT = LINEAGES[0]
@@ -252,16 +253,57 @@ def test_s24_the_hit_is_that_of_brute_force_on_random_patterns():
 # -- laws -------------------------------------------------------------------------------------------------------------
 
 
-@given(models(max_groups=3), st.integers(1, 90), st.integers(1, 90), st.randoms(use_true_random=False))
-def test_loaded_is_proven_and_proven_is_storable(model, stored_len, num_tokens, rng):
-    """Across any writer and any reader of one settings: a subset at each step, and a token is computed."""
+ENDLESS = 240
+"""Tokens of a writer that no reader here gets near the end of."""
+
+
+def asked_in_vain(model, local_hit_len, num_tokens, rng, make=Frontier):
+    """What a reader asks for that no writer of these settings stores, however long it goes on.
+
+    The pool has a random part of what is asked; what is loaded then is proven to be there.
+    """
     planner = Planner(model)
-    storable = planner.store(0, stored_len, stored_len)
-    pool = tuple({block for block in some if rng.random() < 0.9} for some in as_sets(storable))
-    frontier = planner.frontier(0, num_tokens)
+    frontier = make(model, local_hit_len, planner.limit(num_tokens), planner.nothing)
     while frontier.open:
-        frontier.answered(common(frontier.question, as_runs(pool)))
-    loaded = planner.load(0, frontier.hit_len, frontier.present)
+        frontier.answered(
+            as_runs({block for block in some if rng.random() < 0.9} for some in as_sets(frontier.question))
+        )
+    loaded = planner.load(local_hit_len, frontier.hit_len, frontier.present)
     assert minus(loaded, frontier.present) == planner.nothing, "loaded ⊆ proven"
-    assert minus(frontier.present, storable) == planner.nothing, "proven ⊆ storable"
     assert frontier.hit_len < num_tokens
+    return minus(frontier.asked, SharedPool(model, 1).written_by(ENDLESS))
+
+
+@given(models(max_groups=3), st.integers(0, 9), st.integers(1, 90), st.randoms(use_true_random=False))
+def test_loaded_is_proven_and_all_that_is_asked_can_have_been_stored(model, num_local, num_tokens, rng):
+    """Across any writer and any reader of one settings: a subset at each step, and a token is computed."""
+    local_hit_len = min(num_local * model.hit_step, model.limit(num_tokens))
+    assert asked_in_vain(model, local_hit_len, num_tokens, rng) == Planner(model).nothing
+
+
+class AsksForEveryBlock(Frontier):
+    """Also for those of a window that no hit needs."""
+
+    def _next(self):
+        return as_runs(objects_of(self.model, 0 if self.rounds else self.limit))
+
+
+class AsksBesideTheState(Frontier):
+    """Also for states where no hit ends."""
+
+    def _unknown(self, group, length):
+        start, end = self._proof(group, length)
+        return ((max(0, start - 1), end),) if end else ()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "model"),
+    [
+        (AsksForEveryBlock, windows(2, window=3, full=8)),
+        (AsksBesideTheState, ModelSpec((FullAttention(8), Recurrent(2)))),
+    ],
+)
+def test_a_reader_that_asks_for_what_nobody_stores_is_found_out(wrong, model):
+    nothing = Planner(model).nothing
+    assert asked_in_vain(model, 0, 90, random.Random(6)) == nothing
+    assert asked_in_vain(model, 0, 90, random.Random(6), wrong) != nothing

@@ -9,8 +9,10 @@ from kvcore.errors import InvalidArgument
 from kvcore.memory import Experience
 from kvcore.plans import Load, Lookup, Offer, PoolPolicy, Store, Wait
 from kvcore.request import LEGAL, State
+from kvcore.spec import FullAttention, ModelSpec
 from tests.kvcore.one_request import (
     ALL,
+    FULL,
     HYBRID,
     POLICY,
     PROMPT,
@@ -87,6 +89,29 @@ def test_impatience_below_its_bound_is_refused(field, value):
     arguments = {"lookup_deadline_ns": 1, "offer_ttl_ns": 1, field: value}
     with pytest.raises(InvalidArgument, match=field):
         PoolPolicy(**arguments)
+
+
+@pytest.mark.parametrize("num_prompt", [0, -3])
+def test_a_prompt_of_no_tokens_is_refused(num_prompt):
+    with pytest.raises(InvalidArgument, match="num_prompt_tokens"):
+        machine(num_prompt=num_prompt)
+
+
+SPLIT = ModelSpec((FullAttention(16),), hash_unit=4, hit_unit=4)
+
+
+@pytest.mark.parametrize(("model", "local"), [(FULL, -B), (FULL, 7), (FULL, B + 4), (SPLIT, -4), (SPLIT, 6)])
+def test_a_local_hit_where_none_of_the_model_ends_is_refused(model, local):
+    request = machine(model)
+    with pytest.raises(InvalidArgument, match="local_hit_len"):
+        request.consider(local, PROMPT, 0)
+    assert request.state is State.WAITING
+    with pytest.raises(InvalidArgument, match="local_hit_len"):
+        request.planner.frontier(local, PROMPT)
+
+
+def test_a_local_hit_inside_a_block_is_taken_where_hits_may_end_there():
+    assert isinstance(machine(SPLIT).consider(B + 4, PROMPT, 0), Lookup)
 
 
 # -- question and answer ----------------------------------------------------------------------------------------------
@@ -349,6 +374,29 @@ def test_loads_that_succeed_are_not():
         request.load_finished(load.ticket, blocks(), 0)
         request.preempted()
     assert isinstance(request.consider(0, PROMPT, 0), Lookup)
+
+
+def test_a_load_that_fails_after_its_request_has_ended_is_on_record():
+    """And the other requests of the engine learn what the pool has lost."""
+    request, load = loading()
+    request.finished(0, 0)
+    assert request.load_finished(load.ticket, blocks((4, 6)), 1) == 0
+    assert request.decisions.late_misses == 2
+    assert request.decisions.loaded == blocks((0, 4), (6, 10))
+    assert offered(machine(experience=request.experience), ALL, now_ns=2) == Offer(4 * B)
+
+
+@pytest.mark.parametrize("num_resets", [1, 2])
+def test_what_a_load_misses_that_a_reset_has_outdated_teaches_nothing(num_resets):
+    """The request is reset while it loads, or when it has ended, or both; the load fails after that."""
+    request, load = loading()
+    if num_resets == 2:
+        request.reset()
+    request.finished(0, 0)
+    request.reset()
+    assert request.load_finished(load.ticket, ALL, 1) == 0
+    assert request.decisions.late_misses == 10
+    assert offered(machine(experience=request.experience), ALL, now_ns=2) == Offer(10 * B)
 
 
 def test_a_load_that_outlives_its_request_keeps_it_open():

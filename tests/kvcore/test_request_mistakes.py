@@ -180,7 +180,76 @@ def a_hit_and_nothing_after_it(world):
     end(world)
 
 
+def timed_out_while_loaded(world):
+    """Others want the blocks when it has given up."""
+    world.put_by_others(TEXT, 12)
+    run(world, world.arrive(TEXT, 13, 13), 0)
+    end(world, everything)
+    for other in LINEAGES[1:]:
+        run(world, world.arrive(other, 16, 16), 16, grant=0)
+    end(world)
+
+
+def timed_out_while_stored(world):
+    run(world, world.arrive(TEXT, 8, 8), 8)
+    end(world, everything)
+    world.engines[0].overwrite(100)
+    run(world, world.arrive(LINEAGES[3], 4, 4), 4)
+    end(world)
+
+
+def missed_after_its_end(world):
+    world.put_by_others(TEXT, 12)
+    live = world.arrive(TEXT, 13, 13)
+    run(world, live, 0)
+    world.finish(live)
+    end(world, everything)
+    run(world, world.arrive(TEXT, 13, 13), 13)
+    end(world)
+
+
+def denied_and_stored(world):
+    """Half of it; computed instead, stored, and lost by the engine."""
+    world.put_by_others(TEXT, 12)
+    live = world.arrive(TEXT, 13, 13)
+    run(world, live, 0)
+    end(world, lambda number: number > 2)
+    run(world, live, 13)
+    end(world)
+    world.engines[0].overwrite(100)
+    run(world, world.arrive(TEXT, 13, 13), 13)
+    end(world)
+
+
+def begun_anew(world, num_tokens):
+    """After a reset; others compute it meanwhile, and it resumes behind all of its prompt."""
+    live = world.arrive(TEXT, 8, 14)
+    run(world, live, 12)
+    world.preempt(live)
+    world.reset(world.engines[0])
+    if num_tokens:
+        run(world, live, num_tokens)
+        world.preempt(live)
+    run(world, world.arrive(TEXT, 12, 12), 12)
+    run(world, live, 14)
+    end(world)
+
+
+def begun_anew_and_preempted_in_mid_prompt(world):
+    begun_anew(world, 2)
+
+
+def begun_anew_behind_its_prompt(world):
+    begun_anew(world, 0)
+
+
 STORIES = {
+    wrong.KeepsBackAfterAReset: (begun_anew_behind_its_prompt, FULL),
+    wrong.StoresThePromptOfOthers: (begun_anew_and_preempted_in_mid_prompt, FULL),
+    wrong.LosesLateFailures: (missed_after_its_end, FULL),
+    wrong.DeniesWhatIsStored: (denied_and_stored, FULL),
+    wrong.WritesAfterItsTimeout: (timed_out_while_loaded, FULL),
+    wrong.ReadsAfterItsTimeout: (timed_out_while_stored, FULL),
     wrong.SharesWhatIsForeign: (reset_while_it_computes, FULL),
     wrong.StaysForeign: (reset_and_preempted, FULL),
     wrong.RemembersOldStores: (reset_and_preempted, STATE),

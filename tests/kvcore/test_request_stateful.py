@@ -6,6 +6,7 @@ That the rules find mistakes: test_request_mistakes.py.
 import sys
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -81,6 +82,9 @@ def room_for(model, share):
     """Physical blocks: for one request and a bit, or for more."""
     one = sum(len(LINEAGES[0]) // group.block_size + 1 for group in model.groups)
     return int(one * share)
+
+
+SEARCH = settings(suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -195,5 +199,14 @@ class Interleavings(RuleBasedStateMachine):
             self.world.check()
 
 
+class TestSomeInterleavings(Interleavings.TestCase):
+    """The same ones each time."""
+
+    settings = settings(SEARCH, max_examples=50, stateful_step_count=50, derandomize=True)
+
+
+@pytest.mark.slow
 class TestInterleavings(Interleavings.TestCase):
-    settings = settings(stateful_step_count=50, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+    """What a reset and two preemptions lead to takes so many to be found."""
+
+    settings = settings(SEARCH, max_examples=2_000, stateful_step_count=60)

@@ -1,8 +1,10 @@
 """What a request stores, one move at a time: what fills, what was refused, what it met before."""
 
+import pytest
+
 from kvcore.memory import Experience
 from kvcore.planner import Planner
-from kvcore.plans import Offer
+from kvcore.plans import Lookup, Offer
 from kvcore.request import KVRequest
 from kvcore.spec import FullAttention, ModelSpec, SlidingWindow
 from tests.kvcore.one_request import (
@@ -125,6 +127,62 @@ def test_generated_blocks_of_a_preempted_request_are_stored_at_its_end_though_th
     request.consider(14 * B, PROMPT + 5 * B, 0)
     request.granted(0, 0)
     assert request.finished(PROMPT + 5 * B, 0).blocks == blocks((10, 15))
+
+
+def preempted_after_a_reset():
+    request, _ = computing(PROMPT)
+    request.preempted()
+    request.reset()
+    return request
+
+
+def preempted_after_a_failed_load():
+    request, _ = computing(PROMPT)
+    request.preempted()
+    _, load = loading(request)
+    assert request.load_finished(load.ticket, ALL, 0) == 0
+    return request
+
+
+@pytest.mark.parametrize("begun", [preempted_after_a_reset, preempted_after_a_failed_load])
+def test_nothing_is_owed_once_the_prompt_is_a_local_hit(begun):
+    """It begins anew, is preempted in mid-prompt, and others have computed the rest meanwhile: they stored it."""
+    request = begun()
+    lookup = request.consider(0, PROMPT, 0)
+    if isinstance(lookup, Lookup):
+        answer(request, lookup, blocks(), 0)
+        request.consider(0, PROMPT, 0)
+    request.granted(0, 0)
+    assert request.computed(2 * B, 0).blocks == blocks((0, 2))
+    request.preempted()
+    request.consider(10 * B, PROMPT + 1, 0)
+    request.granted(0, 0)
+    assert not request.owes
+    assert request.computed(PROMPT + 1, 0) is None
+
+
+def test_after_a_reset_a_local_hit_is_what_others_stored():
+    """Generated blocks, which waited for the end: the pool that they were kept back from is gone."""
+    request, _ = computing(PROMPT)
+    request.computed(PROMPT + 5 * B, 0)
+    request.preempted()
+    request.reset()
+    request.consider(15 * B, PROMPT + 5 * B, 0)
+    request.granted(0, 0)
+    assert request.computed(PROMPT + 5 * B, 0) is None
+    assert request.finished(PROMPT + 5 * B, 0) is None
+
+
+def test_what_was_denied_is_asked_for_again_once_it_is_stored():
+    experience = Experience()
+    request, load = loading(machine(experience=experience))
+    request.load_finished(load.ticket, ALL, 1)
+    assert machine(experience=experience).consider(0, PROMPT, 2) == Offer(0)
+    request.consider(0, PROMPT, 3)
+    request.granted(0, 3)
+    store = request.computed(PROMPT, 3)
+    request.store_finished(store.ticket, blocks((8, 10)), 4)
+    assert machine(experience=experience).consider(0, PROMPT, 5).dialogue.question == blocks((0, 8))
 
 
 def test_after_a_reset_all_is_stored_again_once_it_is_computed_again():
