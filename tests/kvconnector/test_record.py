@@ -30,7 +30,7 @@ MODEL = ModelSpec((FullAttention(BLOCK), SlidingWindow(BLOCK, 9)))
 ORIGIN = Origin(MODEL, Namespace("0123456789abcdef"), BLOCK, 2)
 FIELDS = {
     "arrived_ns", "considered_ns", "admitted_ns", "started_ns", "finished_ns", "closed_ns", "prompt_len", "total_len",
-    "lookups", "rounds", "keys_asked", "looked_up", "loaded", "stored", "rejected", "local_hit_len",
+    "lookups", "rounds", "keys_asked", "looked_up", "found", "loaded", "stored", "rejected", "local_hit_len",
     "external_hit_len", "granted_len", "admitted", "late_lookups", "late_answers", "late_misses",
 }  # fmt: skip
 
@@ -147,6 +147,7 @@ def test_a_request_that_hits_loads_and_stores(tmp_path):
         "rounds": lookup.dialogue.rounds,
         "keys_asked": 2 * sum(b - a for runs in lookup.dialogue.asked for a, b in runs),
         "looked_up": [[[1, 3]], [[1, 3]]],
+        "found": [[[1, 3]], [[1, 3]]],
         "loaded": [[[1, 3]], [[1, 3]]],
         "stored": [[[3, 4]], []],
         "rejected": [[], [[3, 4]]],
