@@ -17,7 +17,7 @@ demo: $(VENV)/.sim
 
 demo-connector: $(VENV)/.dev
 	@$(MAKE) --no-print-directory $(VENV)/.engine || echo "make: the engine could not be installed" >&2
-	@$(BIN)/python -m testbed.demo
+	@$(BIN)/python -m connector.testbed.demo
 
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory $(VENV)/.engine || echo "make: no engine here; its tests are skipped and counted" >&2

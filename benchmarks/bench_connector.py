@@ -20,9 +20,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from testbed import processes
-from testbed.pool import Pool
-from testbed.tiny_model import write_tiny_model
+from connector.testbed import processes
+from connector.testbed.pool import Pool
+from connector.testbed.tiny_model import write_tiny_model
 
 NONE, OURS, THEIRS, THEIRS_BEST = "no connector", "kvtwin", "in-tree", "in-tree, best"
 CONNECTORS = {

@@ -17,10 +17,10 @@ from kvconnector.config import PoolConfig
 from kvconnector.seal import Seal, SealedStore, checksum, keyed
 from kvconnector.store import MooncakeStore, Pieces, PoolStore
 
+from connector.testbed.pool import Pool
 from kvcore.keys import BlockHash, BlockKey, Namespace
 from kvcore.ports import StoreOutcome
 from kvcore.units import NS_PER_S
-from testbed.pool import Pool
 
 MODES: dict[str, Seal | None] = {"none": None, "checksum": checksum(), "keyed": keyed(b"nobody else knows this")}
 SHAPES = ((2, 8 << 10), (32, 8 << 10), (64, 32 << 10))

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from functools import wraps
 
-from testbed.driver import Driver, greedy, serve
+from connector.testbed.driver import Driver, greedy, serve
 
 IDLE_S = 0.001
 """What vLLM's own core process sleeps after a step that computed nothing, so that other threads run."""

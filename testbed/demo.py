@@ -19,10 +19,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from testbed.needs import missing
-from testbed.pool import Pool
-from testbed.processes import Engine
-from testbed.tiny_model import write_tiny_model
+from connector.testbed.needs import missing
+from connector.testbed.pool import Pool
+from connector.testbed.processes import Engine
+from connector.testbed.tiny_model import write_tiny_model
 
 NAMES = ("A", "B")
 NUM_TURNS = 8

@@ -4,7 +4,7 @@ import contextlib
 import json
 import time
 
-from testbed.processes import Master, SegmentOwner
+from connector.testbed.processes import Master, SegmentOwner
 
 
 class Pool:

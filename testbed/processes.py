@@ -15,7 +15,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parent.parent.parent
 PR_SET_PDEATHSIG = 1
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

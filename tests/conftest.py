@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from testbed.needs import missing
+from connector.testbed.needs import missing
 
 settings.register_profile("fast", max_examples=50, deadline=None)
 settings.register_profile(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from connector.testbed.processes import Master, SegmentOwner
 from kvcore.breaker import Breaker, BreakerState, Tolerance
 from kvcore.keys import BlockHash, BlockKey
 from kvcore.planner import Planner
@@ -13,7 +14,6 @@ from kvcore.plans import PoolPolicy
 from kvcore.ports import StoreOutcome
 from kvcore.spec import FullAttention, ModelSpec
 from kvcore.units import NS_PER_MS
-from testbed.processes import Master, SegmentOwner
 from tests.contract.store_contract import StoreUnderTest, content
 from tests.contract.test_mooncake_store import NAMESPACES, RPC_TIMEOUT_MS, SEGMENT_BYTES, Arena, MonotonicClock
 from tests.seam.mirror import Pins

@@ -10,10 +10,10 @@ import pytest
 from kvconnector.config import PoolConfig
 from kvconnector.store import MooncakeStore
 
+from connector.testbed.processes import Master, SegmentOwner
 from kvcore.keys import namespace_digest
 from kvcore.ports import StoreOutcome
 from kvcore.units import NS_PER_MS, NS_PER_S
-from testbed.processes import Master, SegmentOwner
 from tests.contract.store_contract import StoreContract, StoreUnderTest, content
 
 pytestmark = pytest.mark.store

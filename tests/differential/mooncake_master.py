@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from testbed.processes import Master
+from connector.testbed.processes import Master
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from testbed.pool import Pool
-from testbed.tiny_model import write_tiny_model
+from connector.testbed.pool import Pool
+from connector.testbed.tiny_model import write_tiny_model
 from tests.e2e.processes import Engine
 
 LOOKUP_DEADLINE_S = 5  # generous, because here engine and lookup share one interpreter and two cores

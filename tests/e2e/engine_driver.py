@@ -3,7 +3,7 @@
 import random
 import time
 
-from testbed.driver import Driver, greedy, serve
+from connector.testbed.driver import Driver, greedy, serve
 
 
 class FaultyDriver(Driver):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from testbed import processes
+from connector.testbed import processes
 
 
 class Engine(processes.Engine):

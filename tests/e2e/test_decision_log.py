@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from connector.testbed.tiny_model import write_tiny_model
 from kvsim.workload.load import load_trace
-from testbed.tiny_model import write_tiny_model
 from tests.e2e.conftest import CONNECTOR
 from tests.e2e.processes import Engine
 from tests.kvconnector.test_record import shared_blocks

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from testbed import demo
+from connector.testbed import demo
 from tests.support import PROJECT
 
-COMMAND = [sys.executable, "-m", "testbed.demo"]
+COMMAND = [sys.executable, "-m", "connector.testbed.demo"]
 FIRST = demo.Turn("A", 0, 0, 2_048, 0.5, [7, 8])
 SECOND = demo.Turn("B", 0, 2_048, 288, 0.1, [9])
 CONTROL = [FIRST, replace(SECOND, pool_len=0, computed_len=2_336, ttft_s=0.6)]

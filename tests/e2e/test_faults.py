@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from testbed.pool import Pool
-from testbed.tiny_model import write_tiny_model
+from connector.testbed.pool import Pool
+from connector.testbed.tiny_model import write_tiny_model
 from tests.e2e.conftest import CONNECTOR, LOOKUP_DEADLINE_S
 from tests.e2e.processes import Engine
 

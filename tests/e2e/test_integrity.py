@@ -10,9 +10,9 @@ from kvconnector.jobs import Ended, LoadJob, StoreJob
 from kvconnector.seal import TRAILER_BYTES, SealedStore, seal_of
 from kvconnector.store import MooncakeStore
 
+from connector.testbed.pool import Pool
+from connector.testbed.tiny_model import write_tiny_model
 from kvcore.keys import BlockKey, format_key, namespace_digest
-from testbed.pool import Pool
-from testbed.tiny_model import write_tiny_model
 from tests.e2e.conftest import CONNECTOR
 from tests.e2e.processes import Engine
 from tests.e2e.test_metrics import Watch

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 import zmq
 
+from connector.testbed.processes import free_port
+from connector.testbed.tiny_model import write_tiny_model
 from kvcore.kv_events import BlocksRemoved, BlocksStored, EventIndex, Medium, Place
 from kvcore.types import GroupId
-from testbed.processes import free_port
-from testbed.tiny_model import write_tiny_model
 from tests.e2e.conftest import CONNECTOR
 from tests.e2e.processes import Engine
 

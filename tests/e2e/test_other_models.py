@@ -2,7 +2,7 @@
 
 import pytest
 
-from testbed.tiny_model import write_tiny_model
+from connector.testbed.tiny_model import write_tiny_model
 from tests.e2e.conftest import CONNECTOR
 from tests.e2e.processes import Engine
 

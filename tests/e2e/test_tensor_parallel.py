@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from connector.testbed.pool import Pool
+from connector.testbed.tiny_model import write_tiny_model
 from kvcore.hashing import hash_blocks
 from kvcore.keys import parse_key
-from testbed.pool import Pool
-from testbed.tiny_model import write_tiny_model
 from tests.e2e.conftest import CONNECTOR
 from tests.e2e.processes import Engine
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from testbed.pool import Pool
-from testbed.tiny_model import write_tiny_model
+from connector.testbed.pool import Pool
+from connector.testbed.tiny_model import write_tiny_model
 from tests.e2e.conftest import CONNECTOR
 from tests.e2e.processes import Engine
 from tests.seam.fleet import Served, serve
