@@ -1,4 +1,4 @@
-"""First in, first out: the order of entering, whatever is used."""
+"""First in, first out: the order of entering, whatever is used. A control: what knowing the uses is worth beyond it."""
 
 from collections import OrderedDict
 from typing import ClassVar, Generic
