@@ -17,6 +17,9 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 PR_SET_PDEATHSIG = 1
+INHERITED = dict(os.environ)
+"""As it was before this process opened a store of its own, whose settings go to Mooncake through the environment."""
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -53,7 +56,7 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})},
+                env={**INHERITED, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})},
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )

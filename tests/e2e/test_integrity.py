@@ -103,7 +103,7 @@ def test_what_another_client_planted_is_refused_counted_reported_and_replaced(po
     rewrite(pool, lambda objects: {names[1]: damage(objects[names[1]], objects[names[2]])})
     load = LoadJob(2, "b", namespace, entries((0, 3), (1, 4), (2, 5)))
     step(reader.half, loads=[load])
-    assert outcome(reader.half) == ({"b"}, set(), {4}, [Ended(2, 1, (1,))])
+    assert outcome(reader.half) == ({"b"}, set(), {4}, [Ended(2, 1, (1,), gone=(1,))])
     reason = "bad_length" if damage is DAMAGE["no trailer"] else "bad_content"
     counts = reader.half.take_numbers({})
     assert (counts["keys_total:load:ok"], counts[f"keys_total:load:{reason}"]) == (2, 1)
@@ -122,7 +122,7 @@ def test_a_writer_with_another_secret_is_a_stranger(workers):
     step(writer.half, stores=[StoreJob(1, "a", namespace, entries((0, 0)))])
     outcome(writer.half)
     step(reader.half, loads=[LoadJob(2, "b", namespace, entries((0, 3)))])
-    assert outcome(reader.half) == ({"b"}, set(), {3}, [Ended(2, 1, (0,))])
+    assert outcome(reader.half) == ({"b"}, set(), {3}, [Ended(2, 1, (0,), gone=(0,))])
 
 
 def test_control_without_integrity_damage_is_loaded(pool, workers):
