@@ -219,7 +219,7 @@ def search(engines, breaks=Interleavings.breaks, **options):
 def test_any_interleaving(engines, num_kv_heads):
     """With one KV head two ranks share each object, and take turns at storing."""
     seen = search(engines, num_kv_heads=num_kv_heads)
-    assert min(seen[event] for event in ("hits", "late_misses", "rejected", "weights")) > 10, seen
+    assert min(seen[event] for event in ("hits", "late_misses", "rejected", "weights")) > 3, seen
 
 
 # -- controls ---------------------------------------------------------------------------------------------------------
