@@ -110,12 +110,9 @@ class Planner:
         blocks = tuple((start, min(end, prefix_len // size)) for (start, end), size in needed)
         return self._needed_later(blocks, num_prompt_tokens)
 
-    def fills_block(self, stored_len: int, computed_len: int) -> bool:
-        """Whether some block becomes full between the two lengths."""
-        for size in self._block_sizes:
-            if computed_len // size > stored_len // size:
-                return True
-        return False
+    def next_block_end(self, prefix_len: int) -> int | None:
+        """Where the first block ends that `prefix_len` tokens do not fill; None of a model without such blocks."""
+        return min([prefix_len // size * size + size for size in self._block_sizes], default=None)
 
     def store_state(self, group: int, state_len: int, num_prompt_tokens: int) -> GroupRuns:
         """The state of a recurrent group after `state_len` tokens, if a later request can resume there.

@@ -57,7 +57,7 @@ class KVRequest:
     """The machine of one request of `num_prompt_tokens` >= 1; its `policy` may be replaced between any two events.
 
     `experience` is shared by the requests of one engine, and `names_of` names this one's blocks in it; without them the
-    request learns from itself alone.
+    request learns from itself alone. From `next_store_len` tokens on `computed` is to be called; None: it need not be.
     """
 
     planner: Planner
@@ -67,6 +67,7 @@ class KVRequest:
     names_of: NamesOf = _by_position
     hints: Hints = NO_HINTS
     state: State = State.WAITING
+    next_store_len: int | None = None
     decisions: Decisions = field(init=False)
     _answer: Answer | None = None
     _offer: Offer = _NOTHING_OFFERED
@@ -84,8 +85,7 @@ class KVRequest:
     _next_ticket: int = 0
 
     def __post_init__(self) -> None:
-        bound = "at least 1 token: nothing is computed for an empty prompt"
-        require(self.num_prompt_tokens >= 1, "num_prompt_tokens", self.num_prompt_tokens, bound)
+        require(self.num_prompt_tokens >= 1, "num_prompt_tokens", self.num_prompt_tokens, "1 or more, as in the engine")
         nothing = self.planner.nothing
         self._owed = self._given = nothing
         self.decisions = Decisions(nothing, nothing, nothing, nothing, nothing)
@@ -94,14 +94,6 @@ class KVRequest:
     def closed(self) -> bool:
         """Finished, and no plan of it reads or writes a block any more."""
         return self.state is State.FINISHED and self._load is None and not self._stores
-
-    @property
-    def owes(self) -> bool:
-        """Whether the next `computed` may plan a store though the whole prompt is computed.
-
-        Where the engine keeps all blocks of a running request; elsewhere each step may.
-        """
-        return any(self._owed)
 
     @property
     def reconsider_at_ns(self) -> int | None:
@@ -168,6 +160,7 @@ class KVRequest:
         saved_len = min(resume_len, self.num_prompt_tokens) if self._kept_back else resume_len
         self._saved_len = max(self._saved_len, saved_len)
         self.state = State.COMPUTING
+        self._look_ahead()
         load = self._plan_load(resume_len) if num_tokens else None
         self._answer = None
         return load
@@ -190,14 +183,16 @@ class KVRequest:
         return 0 if self.state is State.FINISHED else self._resume(load, plus(missed, load.unproven))
 
     def computed(self, num_tokens: int, now_ns: int) -> Store | None:
-        """The step being scheduled computes up to `num_tokens`; what it fills is to be stored. Call it for each step.
+        """The step being scheduled computes up to `num_tokens`; what it fills is to be stored.
 
         Where the engine keeps all blocks of a running request, those that end in generated tokens follow in one plan
         when the request finishes: until then only this engine can use them.
         """
         self._expect("computed")
-        can_wait = self.planner.model.prefix_closed
-        return self._plan_store(min(num_tokens, self.num_prompt_tokens) if can_wait else num_tokens, now_ns)
+        if self.next_store_len is None or num_tokens < self.next_store_len:
+            return None
+        last_len = self.num_prompt_tokens if self.planner.model.prefix_closed else num_tokens
+        return self._plan_store(min(num_tokens, last_len), now_ns)
 
     def state_saved(self, group: int, state_len: int, now_ns: int) -> Store | None:
         """The engine keeps the state of a recurrent `group` after `state_len` tokens, and lends it.
@@ -253,6 +248,7 @@ class KVRequest:
         self._void_stores |= self._stores.keys()
         self._is_foreign = self.state is State.COMPUTING or self._load is not None
         self._saved_len, self._kept_back = 0, False
+        self._look_ahead()
         if self.state in (State.ASKING, State.OFFERED):
             self.state = State.WAITING
 
@@ -285,9 +281,8 @@ class KVRequest:
 
     def _denied(self, local_hit_len: int, num_tokens: int, now_ns: int) -> GroupRuns:
         denied = self.experience.denied
-        if not len(denied):
-            return self.planner.nothing
-        return denied.known(self.planner.beyond(local_hit_len, num_tokens), self.names_of, now_ns)
+        beyond = self.planner.beyond(local_hit_len, num_tokens) if len(denied) else self.planner.nothing
+        return denied.known(beyond, self.names_of, now_ns)
 
     def _wait(self, answer: Answer, now_ns: int) -> Wait | Offer:
         self.state = State.ASKING
@@ -300,13 +295,12 @@ class KVRequest:
 
     def _worth(self, hit_len: int, present: GroupRuns, now_ns: int) -> int:
         """The tokens of a hit that are to be offered."""
-        local_hit_len = self._local_hit_len
-        if hit_len == local_hit_len:
+        if hit_len == self._local_hit_len:
             return 0
         assert self._considered_ns is not None
-        blocks = self.planner.load(local_hit_len, hit_len, present)
-        worth = self.policy.loading.worth(local_hit_len, hit_len, blocks, now_ns - self._considered_ns)
-        return hit_len - local_hit_len if worth else 0
+        blocks = self.planner.load(self._local_hit_len, hit_len, present)
+        worth = self.policy.loading.worth(self._local_hit_len, hit_len, blocks, now_ns - self._considered_ns)
+        return hit_len - self._local_hit_len if worth else 0
 
     def _offered(self, num_tokens: int) -> Offer:
         self.state = State.OFFERED
@@ -337,6 +331,7 @@ class KVRequest:
         if any(unwritten):
             self._failed_loads += 1
             self._saved_len, self._kept_back = min(self._saved_len, valid_len), False
+            self._look_ahead()
         if valid_len:
             self.state = State.COMPUTING
         else:
@@ -357,10 +352,14 @@ class KVRequest:
         kept = self.planner.kept(self._local_hit_len, self.num_prompt_tokens)
         return unsaved.known(common(kept, self.planner.held(resume_len)), self.names_of, now_ns)
 
+    def _look_ahead(self) -> None:
+        """What is owed is stored with the next step, and a block when it is full, but if that can wait for the end."""
+        filled_len = 0 if any(self._owed) else self.planner.next_block_end(self._saved_len)
+        waits = filled_len is None or (filled_len > self.num_prompt_tokens and self.planner.model.prefix_closed)
+        self.next_store_len = None if self._is_foreign or waits else filled_len
+
     def _plan_store(self, num_tokens: int, now_ns: int) -> Store | None:
         ended = self.state is State.FINISHED
-        if self._is_foreign or not (ended or any(self._owed) or self.planner.fills_block(self._saved_len, num_tokens)):
-            return None
         saved_len, self._saved_len = self._saved_len, max(num_tokens, self._saved_len)
         blocks, again = self.planner.store(saved_len, self._saved_len, self.num_prompt_tokens), self._owed
         if self._kept_back:
@@ -372,6 +371,7 @@ class KVRequest:
             if any(refused):
                 again = plus(again, common(refused, self.planner.kept(num_tokens, self.num_prompt_tokens)))
         self._owed = self.planner.nothing
+        self._look_ahead()
         return self._store(plus(blocks, again), again, num_tokens, now_ns)
 
     def _store(self, blocks: GroupRuns, owed: GroupRuns, computed_len: int, now_ns: int) -> Store | None:

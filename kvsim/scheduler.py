@@ -347,8 +347,9 @@ class Scheduler:
         computed_len = before + num_new
         step.scheduled.append((sequence, before, num_new))
         self._cache(sequence, computed_len)
-        if sequence.kv is not None and (before < sequence.input_len or sequence.kv.owes):
-            store = sequence.kv.computed(computed_len, self._now_ns)
+        kv = sequence.kv
+        if kv is not None and kv.next_store_len is not None and computed_len >= kv.next_store_len:
+            store = kv.computed(computed_len, self._now_ns)
             step.num_stores += store is not None
             self._store(sequence, store)
         if computed_len >= sequence.num_tokens:

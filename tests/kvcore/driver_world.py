@@ -180,7 +180,7 @@ class Driver(SharedPool):
             self.preempt(running[-1])
             if running[-1] is live:
                 return
-        owed = live.machine.owes
+        owed = live.machine.next_store_len == 0
         store = live.machine.computed(end, self.now_ns)
         assert owed or store is None or live.num_computed < live.num_prompt or not self.model.prefix_closed
         self.start_store(live, store)

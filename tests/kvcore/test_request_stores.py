@@ -99,7 +99,7 @@ def test_what_a_window_leaves_at_the_grant_is_not_offered_again():
     assert offered(second, (((0, 10),), ((0, 10),)), local=3 * B).num_tokens == 7 * B
     load = second.granted(7 * B, 0)
     second.load_finished(load.ticket, ((), ()), 0)
-    assert second.owes
+    assert second.next_store_len == 0
     assert second.computed(PROMPT, 0).blocks == (((0, 3),), ())
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_owed_once_the_prompt_is_a_local_hit(begun):
     request.preempted()
     request.consider(10 * B, PROMPT + 1, 0)
     request.granted(0, 0)
-    assert not request.owes
+    assert request.next_store_len is None
     assert request.computed(PROMPT + 1, 0) is None
 
 
