@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvcore.errors import require
 from kvcore.keys import BlockHash, BlockKey, Namespace
-from kvcore.runs import from_blocks, intersect
+from kvcore.runs import intersect
 from kvcore.types import GroupId, Runs
 
 
@@ -122,19 +122,14 @@ class Sharding:
         holders = self.holders[shard]
         return holders[(block - group) % len(holders)]
 
-    def owned(self, rank: int, group: GroupId, blocks: Runs) -> Runs:
-        """Those of the blocks whose shard on this rank it is the rank's turn to store."""
+    def turns(self, rank: int, group: GroupId, blocks: range) -> range:
+        """Those of the successive blocks whose shard on this rank it is the rank's turn to store."""
         shard = self.shard_of(rank)
         if shard is None:
-            return ()
+            return blocks[:0]
         holders = self.holders[shard]
-        stride = len(holders)
-        if stride == 1:
-            return blocks
-        phase = holders.index(rank) + group
-        return from_blocks(
-            block for start, end in blocks for block in range(start + (phase - start) % stride, end, stride)
-        )
+        phase = holders.index(rank) + group - blocks.start
+        return range(blocks.start + phase % len(holders), blocks.stop, len(holders))
 
     def keys(self, namespace: Namespace, group: GroupId, block_hash: BlockHash) -> tuple[BlockKey, ...]:
         """All objects of a block: what a lookup must prove, and no rank loads another."""

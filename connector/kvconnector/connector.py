@@ -17,7 +17,7 @@ from kvconnector.events import PoolEvents
 from kvconnector.guard import GuardedStore
 from kvconnector.keys import InTreeFormat, KeyFormat, KeySpace, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
-from kvconnector.metrics import BREAKER, BREAKER_LEVEL, CONTROL_REFUSED, SWITCHED_OFF, Numbers, Series
+from kvconnector.metrics import BREAKER, BREAKER_LEVEL, CONTROL_REFUSED, SWITCHED_OFF, Numbers
 from kvconnector.plugin import register
 from kvconnector.record import Origin, Recorder
 from kvconnector.scheduler import SchedulerHalf
@@ -47,7 +47,7 @@ from kvconnector.vllm_compat import (
 from kvconnector.worker import WorkerHalf
 from kvcore.access import Access, Switch
 from kvcore.admission import AdmitNone
-from kvcore.breaker import Breaker
+from kvcore.breaker import Breaker, BreakerState
 from kvcore.errors import InvalidArgument
 from kvcore.keys import Namespace, namespace_digest
 from kvcore.planner import Planner
@@ -79,7 +79,6 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._recorder: Recorder | None = None
         self._control: ControlFile | None = None
-        self._breaker_series = BREAKER.of(role.name.lower())
         transfer = vllm_config.kv_transfer_config
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_role)
         _set_load_failure_policy(transfer, config.on_load_failure)
@@ -104,8 +103,9 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.access = self._access
             if publishes_events(vllm_config):
                 self._scheduler.events = PoolEvents(model, unit, kv_cache_config)
-            self._stop, self._take_numbers = self._lookups.close, self._scheduler.take_numbers
-            self._control = ControlFile(config.control_file) if config.control_file else None
+            self._stop, self._tally = self._lookups.close, self._scheduler.tally
+            if config.control_file:
+                self._heed(ControlFile(config.control_file))
             if config.record:
                 origin = Origin(model, keys.namespace, unit, keys.num_ranks)
                 self._recorder = Recorder(config.record, origin, clock, config.record_key)
@@ -115,7 +115,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             self._store = GuardedStore(store, Breaker(config.breaker), clock, role.name.lower())
             memory = self._store if seal is None else SealedStore(self._store, seal)
             self._worker = WorkerHalf(config, memory, clock, rank_of(vllm_config), model, names.layouts, cuts)
-            self._stop, self._take_numbers = self._worker.close, self._worker.take_numbers
+            self._stop, self._tally = self._worker.close, self._worker.tally
+        self._tally.watch(BREAKER.of(role.name.lower()), self._breaker_level)
         self._store.join(clock.now_ns() + JOIN_PATIENCE_NS)
 
     @property
@@ -219,7 +220,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> Stats | None:
         """What this half counted since the last step; None when that is nothing."""
-        numbers = self._take_numbers(self._levels())
+        numbers = self._tally.take()
         return Stats(numbers) if numbers else None
 
     @classmethod
@@ -252,13 +253,15 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         access = self._store.access
         return access if self._control is None else access.within(self._control.access)
 
-    def _levels(self) -> dict[Series, int]:
-        levels = {self._breaker_series: BREAKER_LEVEL[self._store.state]}
-        if self._control is not None:
-            uses = {"reads": self._control.access.reads, "writes": self._control.access.writes}
-            levels |= {SWITCHED_OFF.of(use): int(switch is Switch.OFF) for use, switch in uses.items()}
-            levels[CONTROL_REFUSED.of()] = int(self._control.refused)
-        return levels
+    def _heed(self, control: ControlFile) -> None:
+        self._control = control
+        self._tally.watch(SWITCHED_OFF.of("reads"), lambda: int(control.access.reads is Switch.OFF))
+        self._tally.watch(SWITCHED_OFF.of("writes"), lambda: int(control.access.writes is Switch.OFF))
+        self._tally.watch(CONTROL_REFUSED.of(), lambda: int(control.refused))
+
+    def _breaker_level(self) -> int:
+        state = self._store.state
+        return 0 if state is BreakerState.CLOSED else BREAKER_LEVEL[state]
 
     def _metadata(self) -> StepMetadata:
         metadata: KVConnectorMetadata = self._get_connector_metadata()

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvconnector.jobs import Ended, Entry, JobId, LoadJob, StoreJob
+from kvconnector.jobs import Ended, JobId, LoadJob, StoreJob, Stretch
 from kvconnector.vllm_compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-__all__ = ["Ended", "Entry", "JobId", "LoadJob", "StepMetadata", "StoreJob", "WorkerReport"]
+__all__ = ["Ended", "JobId", "LoadJob", "StepMetadata", "StoreJob", "Stretch", "WorkerReport"]
 
 
 @dataclass(frozen=True)

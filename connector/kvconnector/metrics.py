@@ -8,7 +8,7 @@ Integers until they are shown. Every series is made beforehand, so that what nev
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
@@ -152,7 +152,12 @@ class Tally:
 
     def __init__(self) -> None:
         self._events: deque[tuple[Series, int]] = deque(maxlen=MAX_EVENTS)
-        self._levels: Mapping[Series, int] = {}
+        self._gauges: list[tuple[Series, Callable[[], int]]] = []
+        self._raised: set[Series] = set()
+
+    def watch(self, gauge: Series, level: Callable[[], int]) -> None:
+        """Read this gauge whenever what was counted is taken."""
+        self._gauges.append((gauge, level))
 
     def add(self, series: Series, amount: int) -> None:
         """Count `amount`, or note a duration of so many nanoseconds."""
@@ -194,17 +199,21 @@ class Tally:
         self.add(LATE_MISSES.of(), decisions.late_misses)
         self.add(REJECTED.of(), count_blocks(decisions.rejected))
 
-    def take(self, levels: Mapping[Series, int]) -> Numbers:
-        """What was counted, and of the gauges what is not 0 or was not when last taken."""
+    def take(self) -> Numbers:
+        """What was counted since the last call, and of the gauges what is not 0 or was not then."""
         taken: Numbers = {}
         while self._events:
             series, amount = self._events.popleft()
             value = [amount] if METRIC_OF[series].kind is Kind.SECONDS else amount
             taken[series] = taken[series] + value if series in taken else value
-        before, self._levels = self._levels, levels
-        for series, level in levels.items():
-            if level or before.get(series):
+        for series, read in self._gauges:
+            level = read()
+            if level:
                 taken[series] = level
+                self._raised.add(series)
+            elif series in self._raised:
+                taken[series] = level
+                self._raised.remove(series)
         return taken
 
 

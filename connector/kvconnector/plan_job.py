@@ -1,21 +1,19 @@
 """A plan of one request while the worker half carries it out: what was asked for, and what the ranks have reported."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-from kvconnector.jobs import Ended, Entry
+from kvconnector.block_table import Place
+from kvconnector.jobs import Ended
 from kvcore.group_runs import GroupRuns
 from kvcore.keys import Namespace
 from kvcore.runs import from_blocks
 
-Place: TypeAlias = tuple[int, int]
-"""(index in `GroupRuns`, position)."""
-
 
 @dataclass(slots=True)
 class PlanJob:
-    """What was left out of the plan, its entries and their places, the blocks that a store has pinned.
+    """What was left out of the plan, the places of its entries in order, the blocks that a store has pinned.
 
     `tracked` is the caller's own; `end_plan(ticket, failed, now_ns)` ends the plan. The entries' keys are in
     `namespace`.
@@ -25,10 +23,9 @@ class PlanJob:
     end_plan: Callable[[int, GroupRuns, int], int | None]
     ticket: int
     namespace: Namespace
-    missing: list[Place]
-    entries: tuple[Entry, ...]
-    places: list[Place]
-    pinned: list[Any]
+    missing: Sequence[Place]
+    places: Sequence[Place]
+    pinned: Sequence[Any]
     ranks_left: int
     _failed: set[int] = field(default_factory=set)
     _gone: set[int] = field(default_factory=set)
@@ -42,20 +39,24 @@ class PlanJob:
 
     def failed(self, num_indices: int) -> GroupRuns:
         """What was not moved by every rank, and what was left out."""
-        return _runs((*self.missing, *(self.places[entry] for entry in self._failed)), num_indices)
+        return self._runs(self._failed, self.missing, num_indices)
 
     def moved(self, num_indices: int) -> GroupRuns:
         """What was moved by every rank."""
-        moved = (place for entry, place in enumerate(self.places) if entry not in self._failed)
-        return _runs(moved, num_indices)
+        numbers = range(sum(len(positions) for _, positions in self.places))
+        return self._runs(set(numbers) - self._failed, (), num_indices)
 
     def gone(self, num_indices: int) -> GroupRuns:
         """What a load found not to be in the pool."""
-        return _runs((self.places[entry] for entry in self._gone), num_indices)
+        return self._runs(self._gone, (), num_indices)
 
-
-def _runs(places: Iterable[Place], num_indices: int) -> GroupRuns:
-    blocks: list[list[int]] = [[] for _ in range(num_indices)]
-    for index, position in places:
-        blocks[index].append(position)
-    return tuple(from_blocks(positions) for positions in blocks)
+    def _runs(self, entries: Collection[int], others: Sequence[Place], num_indices: int) -> GroupRuns:
+        """The entries with these numbers, and the blocks of other places."""
+        blocks: list[list[int]] = [[] for _ in range(num_indices)]
+        for index, positions in others:
+            blocks[index] += positions
+        first = 0
+        for index, positions in self.places if entries else ():
+            blocks[index] += [position for number, position in enumerate(positions, first) if number in entries]
+            first += len(positions)
+        return tuple(from_blocks(positions) for positions in blocks)

@@ -9,11 +9,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
+from kvconnector.block_table import Located, located
 from kvconnector.events import PoolEvents
 from kvconnector.keys import KeySpace
-from kvconnector.metadata import Ended, Entry, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
-from kvconnector.metrics import LOOKUPS, PINNED, WAITING, Numbers, Operation, Series, Tally
-from kvconnector.plan_job import Place, PlanJob
+from kvconnector.metadata import Ended, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
+from kvconnector.metrics import LOOKUPS, PINNED, WAITING, Operation, Tally
+from kvconnector.plan_job import PlanJob
 from kvconnector.record import Life
 from kvconnector.transfer import LookupThread
 from kvcore.access import ALL_ACCESS, Access
@@ -24,13 +25,10 @@ from kvcore.planner import Planner
 from kvcore.plans import Load, Lookup, Offer, PoolPolicy, Store
 from kvcore.ports import Clock, KVStore, StoreOutcome
 from kvcore.request import KVRequest, State
-from kvcore.types import GroupId, Run
+from kvcore.types import Run
 from kvcore.units import div_ceil
 
-NULL_BLOCK_ID = 0
-"""The engine's placeholder in a block table, for a block it does not hold (any more)."""
-
-_WAITING_LOOKUPS, _PINNED = WAITING.of(Operation.LOOKUP.value), PINNED.of()
+_NO_JOBS = StepMetadata((), ())
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +83,11 @@ class SchedulerHalf:
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
         self._next_job = 0
-        self._tally = Tally()
+        self._num_pinned = 0
+        self.tally = Tally()
+        """What this half counts; its owner may add gauges."""
+        self.tally.watch(WAITING.of(Operation.LOOKUP.value), lambda: lookups.num_waiting)
+        self.tally.watch(PINNED.of(), lambda: self._num_pinned)
 
     @property
     def namespace(self) -> Namespace:
@@ -144,19 +146,24 @@ class SchedulerHalf:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            self._landing.pop(tracked, None)
+            if self._landing:
+                self._landing.pop(tracked, None)
             if not tracked.has_run:
                 tracked.has_run = True
                 tracked.life.started_ns = now_ns
-                self._tally.prompt(tracked.request, tracked.local_hit_len)
+                self.tally.prompt(tracked.request, tracked.local_hit_len)
+            request, machine = tracked.request, tracked.machine
             # A step may also compute tokens nobody knows yet: drafts, and what an overlapping step samples.
-            num_valid = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
-            tracked.filled_len = num_valid
-            store = tracked.machine.computed(num_valid, now_ns)
+            tracked.filled_len = num_valid = min(request.num_computed_tokens + num_tokens, request.num_tokens)
+            if machine.next_store_len is None or num_valid < machine.next_store_len:
+                continue
+            store = machine.computed(num_valid, now_ns)
             if store is not None:
                 self._store(tracked, store, output.kv_connector_block_state.get_block_ids(request_id))
         if output.kv_connector_block_state is not None:
             self._save_states(output.kv_connector_block_state, now_ns)
+        if not self._loads and not self._stores:
+            return _NO_JOBS
         loads, self._loads = self._loads, []
         stores, self._stores = self._stores, []
         return StepMetadata(tuple(loads), tuple(stores))
@@ -167,11 +174,6 @@ class SchedulerHalf:
             return
         for ended in report.finished:
             self._report(ended)
-
-    def take_numbers(self, levels: Mapping[Series, int]) -> Numbers:
-        """What was counted since the last call, with gauges of the caller's own; call it once for each step."""
-        pinned = sum(len(job.pinned) for job in self._jobs.values())
-        return self._tally.take({**levels, _WAITING_LOOKUPS: self._lookups.num_waiting, _PINNED: pinned})
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
         """The request ended; its blocks may be freed at once, those still to be stored are pinned."""
@@ -257,13 +259,13 @@ class SchedulerHalf:
 
     def _ask(self, tracked: _Tracked, lookup: Lookup) -> None:
         ask = partial(self._exists, self._keys, tracked.request.block_hashes)
-        self._tally.add(LOOKUPS.of(), 1)
+        self.tally.add(LOOKUPS.of(), 1)
         self._lookups.submit(tracked, lookup, ask)
 
     def _take_answers(self) -> None:
         for tracked, lookup in self._lookups.take_answers():
             now_ns = self._clock.now_ns()
-            self._tally.answered(lookup, lookup.deadline_ns - self._policy.lookup_deadline_ns, now_ns)
+            self.tally.answered(lookup, lookup.deadline_ns - self._policy.lookup_deadline_ns, now_ns)
             tracked.life.answered(lookup.dialogue, self._shards)
             tracked.machine.lookup_answered(lookup.ticket, now_ns)
 
@@ -273,18 +275,18 @@ class SchedulerHalf:
         """The blocks all of whose shards are there. Runs on the lookup thread."""
         keys = shard_keys(names.namespace, self._shards, partial(self._hashes_of, hashes), question)
         outcomes = store.exists(keys, deadline_ns)
-        self._tally.keys(Operation.LOOKUP, outcomes)
+        self.tally.keys(Operation.LOOKUP, outcomes)
         present = [outcome is StoreOutcome.OK for outcome in outcomes]
         return whole_blocks(self._shards, question, present)
 
     def _load(self, tracked: _Tracked, load: Load, block_ids: Sequence[Sequence[int]]) -> None:
-        entries, places, missing = self._entries(tracked, load.blocks, block_ids)
+        stretches, places, missing = self._in_table(tracked, load.blocks, block_ids)
         assert not missing, f"no block to load into: {missing}"
-        unproven, _, _ = self._entries(tracked, load.unproven, block_ids)
+        unproven, _, _ = self._in_table(tracked, load.unproven, block_ids)
         end_plan, namespace = tracked.machine.load_finished, self._keys.namespace
-        job = PlanJob(tracked, end_plan, load.ticket, namespace, [], entries, places, [], self._ranks)
-        unwritten = tuple(entry.block_id for entry in unproven)
-        self._loads.append(LoadJob(self._open(job), tracked.request.request_id, namespace, entries, unwritten))
+        job = PlanJob(tracked, end_plan, load.ticket, namespace, (), places, (), self._ranks)
+        unwritten = tuple(block_id for stretch in unproven for block_id in stretch.block_ids)
+        self._loads.append(LoadJob(self._open(job), tracked.request.request_id, namespace, stretches, unwritten))
 
     def _save_states(self, offers: Any, now_ns: int) -> None:
         """The engine lends the blocks that hold recurrent states at exact boundaries, in this step."""
@@ -308,12 +310,14 @@ class SchedulerHalf:
 
         `states`: block of the state to store, by group; it is not in the block table, or not where it belongs.
         """
-        entries, places, missing = self._entries(tracked, store.blocks, block_ids, states)
-        pinned = [self._pool.blocks[entry.block_id] for entry in entries]
+        stretches, places, missing = self._in_table(tracked, store.blocks, block_ids, states)
+        blocks = self._pool.blocks
+        pinned = [blocks[block_id] for stretch in stretches for block_id in stretch.block_ids]
         self._pool.touch(pinned)
+        self._num_pinned += len(pinned)
         end_plan, namespace = tracked.machine.store_finished, self._keys.namespace
-        job = PlanJob(tracked, end_plan, store.ticket, namespace, missing, entries, places, pinned, self._ranks)
-        self._stores.append(StoreJob(self._open(job), tracked.request.request_id, namespace, entries))
+        job = PlanJob(tracked, end_plan, store.ticket, namespace, missing, places, pinned, self._ranks)
+        self._stores.append(StoreJob(self._open(job), tracked.request.request_id, namespace, stretches))
 
     def _open(self, job: PlanJob) -> JobId:
         self._next_job += 1
@@ -327,6 +331,7 @@ class SchedulerHalf:
             return
         del self._jobs[ended.job_id]
         self._pool.free_blocks(reversed(job.pinned))
+        self._num_pinned -= len(job.pinned)
         self._tell(job)
         num_indices = len(self._planner.nothing)
         valid_len = job.end_plan(job.ticket, job.failed(num_indices), self._clock.now_ns())
@@ -347,35 +352,16 @@ class SchedulerHalf:
 
     def _close(self, tracked: _Tracked) -> None:
         if tracked.machine.closed:
-            self._tally.closed(tracked.machine.decisions)
+            self.tally.closed(tracked.machine.decisions)
             self.on_closed(tracked.request, tracked.machine)
             self.record(tracked.request, tracked.machine, tracked.life)
 
-    def _entries(
+    def _in_table(
         self,
         tracked: _Tracked,
         blocks: GroupRuns,
         block_ids: Sequence[Sequence[int]],
         states: Mapping[int, int] = MappingProxyType({}),
-    ) -> tuple[tuple[Entry, ...], list[Place], list[Place]]:
-        """What to move, with hash and block id; the place of each; and the places for which the engine has no block."""
-        hashes, groups = tracked.request.block_hashes, self._planner.model.groups
-        entries: list[Entry] = []
-        places: list[Place] = []
-        missing: list[Place] = []
-        for index, runs in enumerate(blocks):
-            group, num_tokens = self._planner.model.kinds[index]
-            size, table, state = groups[group].block_size, block_ids[group], states.get(group)
-            for run in runs:
-                for position, block_hash in zip(range(*run), self._hashes_of(hashes, index, run), strict=True):
-                    block_id = _block_id(table, ((position + 1) * num_tokens - 1) // size) if state is None else state
-                    if block_id == NULL_BLOCK_ID:
-                        missing.append((index, position))
-                        continue
-                    entries.append(Entry(GroupId(group), position, block_hash, block_id))
-                    places.append((index, position))
-        return tuple(entries), places, missing
-
-
-def _block_id(table: Sequence[int], block: int) -> int:
-    return table[block] if block < len(table) else NULL_BLOCK_ID
+    ) -> Located:
+        names_of = partial(self._hashes_of, tracked.request.block_hashes)
+        return located(self._planner.model, blocks, names_of, block_ids, states)

@@ -65,7 +65,7 @@ class TransferThread(Generic[JobT]):
         with self._changed:
             while self._waiting and self._waiting[0][1] <= now_ns:
                 job, deadline_ns, _ = self._waiting.popleft()
-                self._end(job, [StoreOutcome.TIMEOUT] * len(job.entries), deadline_ns)
+                self._end(job, [StoreOutcome.TIMEOUT] * job.num_entries, deadline_ns)
             ended, self._ended = self._ended, []
         return ended
 
@@ -93,11 +93,11 @@ class TransferThread(Generic[JobT]):
         try:
             ready()
             outcomes = self._move(job, deadline_ns)
-            assert len(outcomes) == len(job.entries), (len(outcomes), len(job.entries))
+            assert len(outcomes) == job.num_entries, (len(outcomes), job.num_entries)
             return outcomes
         except Exception:
             logger.exception("job %d of request %s failed", job.job_id, job.request_id)
-            return [StoreOutcome.UNAVAILABLE] * len(job.entries)
+            return [StoreOutcome.UNAVAILABLE] * job.num_entries
 
     def _end(self, job: JobT, outcomes: Sequence[StoreOutcome], deadline_ns: int) -> None:
         self.outcomes.update(outcomes)

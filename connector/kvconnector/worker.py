@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from kvconnector.config import ConnectorConfig, Integrity
-from kvconnector.jobs import Ended, Entry, LoadJob, StoreJob
+from kvconnector.jobs import Ended, LoadJob, StoreJob
 from kvconnector.keys import LayoutsOf
 from kvconnector.layout import CacheView, GroupLayout, group_layouts
 from kvconnector.metadata import StepMetadata, WorkerReport
-from kvconnector.metrics import WAITING, Numbers, Operation, Series, Tally
+from kvconnector.metrics import WAITING, Operation, Tally
 from kvconnector.store import Pieces, PoolStore
 from kvconnector.transfer import TransferThread
 from kvconnector.vllm_compat import KVConnectorTransferResults
@@ -21,11 +21,8 @@ from kvcore.keys import BlockKey, format_key
 from kvcore.ports import Clock, StoreOutcome
 from kvcore.ranks import Sharding
 from kvcore.spec import ModelSpec
-from kvcore.types import GroupId
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
-
-_WAITING_LOADS, _WAITING_STORES = (WAITING.of(operation.value) for operation in (Operation.LOAD, Operation.STORE))
 
 
 class WorkerHalf:
@@ -35,8 +32,7 @@ class WorkerHalf:
     own. Without, each `rank` has a shard of its own.
 
     In each step: `start_load_kv`, `wait_for_save`, then `get_transfer_results`, which takes the jobs that have ended,
-    and after it what it could not say: `take_unloaded_block_ids` (`ModelSpec.loads_in_part`), `take_report`, and
-    `take_numbers`.
+    and after it what it could not say: `take_unloaded_block_ids` (`ModelSpec.loads_in_part`), and `take_report`.
     """
 
     def __init__(
@@ -63,7 +59,10 @@ class WorkerHalf:
         self._unloaded_block_ids: set[int] = set()
         self._loads = TransferThread[LoadJob]("kvtwin-load", self._get, config.load_deadline_ms, clock)
         self._stores = TransferThread[StoreJob]("kvtwin-store", self._put, config.store_deadline_ms, clock)
-        self._tally = Tally()
+        self.tally = Tally()
+        """What this half counts; its owner may add gauges."""
+        self.tally.watch(WAITING.of(Operation.LOAD.value), lambda: self._loads.num_waiting)
+        self.tally.watch(WAITING.of(Operation.STORE.value), lambda: self._stores.num_waiting)
         self._loads.on_ended = partial(self._count, Operation.LOAD)
         self._stores.on_ended = partial(self._count, Operation.STORE)
 
@@ -102,7 +101,8 @@ class WorkerHalf:
         self._ended += [*(ended for _, ended in loads), *(job.whole(ended) for job, ended in stores)]
         failed = [(job, ended) for job, ended in loads if ended.failed or job.unwritten]
         for job, ended in failed:
-            self._unloaded_block_ids.update(job.unwritten, (job.entries[index].block_id for index in ended.failed))
+            entries = job.entries
+            self._unloaded_block_ids.update(job.unwritten, (entries[index].block_id for index in ended.failed))
         return KVConnectorTransferResults(
             finished_recving={job.request_id for job, _ in loads},
             failed_recving={job.request_id for job, _ in failed if not self._loads_in_part},
@@ -117,11 +117,6 @@ class WorkerHalf:
         """The jobs that `get_transfer_results` took, for the scheduler half; None when there are none."""
         ended, self._ended = self._ended, []
         return WorkerReport(tuple(ended)) if ended else None
-
-    def take_numbers(self, levels: Mapping[Series, int]) -> Numbers:
-        """What was counted since the last call, with gauges of the caller's own."""
-        waiting = {_WAITING_LOADS: self._loads.num_waiting, _WAITING_STORES: self._stores.num_waiting}
-        return self._tally.take({**levels, **waiting})
 
     def close(self) -> bool:
         """Stop both threads, and say whether they have ended."""
@@ -150,11 +145,7 @@ class WorkerHalf:
         """What it is this rank's turn to store; the other replicas store the rest."""
         if not self._shares:
             return job
-        return job.only(tuple(index for index, entry in enumerate(job.entries) if self._is_owner(entry)))
-
-    def _is_owner(self, entry: Entry) -> bool:
-        shard = self._shards[entry.group]
-        return shard is not None and self._cuts[entry.group].owner(shard, entry.group, entry.position) == self._rank
+        return job.only(lambda group, positions: self._cuts[group].turns(self._rank, group, positions))
 
     def _require_readable(self) -> None:
         where = f'"none" with a KV cache on {self._device.type}: content is verified in memory of the host alone'
@@ -165,21 +156,22 @@ class WorkerHalf:
         self, operation: Operation, job: LoadJob | StoreJob, outcomes: Sequence[StoreOutcome], took_ns: int
     ) -> None:
         """Runs on the thread that ended the job."""
-        self._tally.keys(operation, outcomes)
-        moved = [
-            entry.group for entry, outcome in zip(job.entries, outcomes, strict=True) if outcome is StoreOutcome.OK
-        ]
-        sizes_bytes = [moved.count(GroupId(group)) * layout.block_bytes for group, layout in enumerate(self._layouts)]
-        self._tally.moved(operation, sum(sizes_bytes), took_ns)
+        self.tally.keys(operation, outcomes)
+        size_bytes, first = 0, 0
+        for stretch in job.stretches:
+            end = first + len(stretch.positions)
+            size_bytes += outcomes[first:end].count(StoreOutcome.OK) * self._layouts[stretch.group].block_bytes
+            first = end
+        self.tally.moved(operation, size_bytes, took_ns)
 
     def _addressed(self, job: LoadJob | StoreJob) -> tuple[list[BlockKey], list[Pieces]]:
         keys: list[BlockKey] = []
         buffers: list[Pieces] = []
-        for group, _, block_hash, block_id in job.entries:
+        for group, _, hashes, block_ids in job.stretches:
             shard = self._shards[group]
             assert shard is not None, f"no layer of group {group} on rank {self._rank}"
-            keys.append(BlockKey(job.namespace, group, shard, block_hash))
-            buffers.append(self._layouts[group].locate(block_id))
+            keys += [BlockKey(job.namespace, group, shard, block_hash) for block_hash in hashes]
+            buffers += map(self._layouts[group].locate, block_ids)
         return keys, buffers
 
 

@@ -39,7 +39,6 @@ from kvcore.ports import StoreOutcome
 from tests.kvconnector.test_transfer import DEADLINE_MS, HandClock, job, take, transfers, until  # noqa: F401
 
 OK, MISSING, TIMEOUT = StoreOutcome.OK, StoreOutcome.MISSING, StoreOutcome.TIMEOUT
-NOTHING = {}
 LOAD_TOOK = DURATION.of("load")
 
 
@@ -72,13 +71,15 @@ def test_what_was_counted_is_taken_once():
     tally.add(LOOKUPS.of(), 3)
     tally.moved(Operation.LOAD, 4096, 7)
     tally.moved(Operation.LOAD, 0, 5)
-    assert tally.take(NOTHING) == {LOOKUPS.of(): 5, BYTES.of("load"): 4096, LOAD_TOOK: [7, 5]}
-    assert tally.take(NOTHING) == {}
+    assert tally.take() == {LOOKUPS.of(): 5, BYTES.of("load"): 4096, LOAD_TOOK: [7, 5]}
+    assert tally.take() == {}
 
 
 def test_a_gauge_is_told_while_it_is_not_0_and_once_when_it_is_again():
     tally = Tally()
-    taken = [tally.take({PINNED.of(): level}) for level in (0, 3, 3, 0, 0, 1)]
+    levels = [1, 0, 0, 3, 3, 0]
+    tally.watch(PINNED.of(), levels.pop)
+    taken = [tally.take() for _ in range(6)]
     assert taken == [{}, {PINNED.of(): 3}, {PINNED.of(): 3}, {PINNED.of(): 0}, {}, {PINNED.of(): 1}]
 
 
@@ -93,8 +94,8 @@ def test_nothing_is_lost_between_threads_that_count_and_one_that_takes():
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        taken.append(tally.take(NOTHING))
-    taken.append(tally.take(NOTHING))
+        taken.append(tally.take())
+    taken.append(tally.take())
     assert total(taken) == {LOOKUPS.of(): 20_000}
 
 
@@ -103,21 +104,21 @@ def test_a_tally_nobody_takes_stays_small(monkeypatch):
     tally = Tally()
     for _ in range(1_000):
         tally.add(LOOKUPS.of(), 1)
-    assert tally.take(NOTHING) == {LOOKUPS.of(): 10}
+    assert tally.take() == {LOOKUPS.of(): 10}
 
 
 @given(st.lists(st.sampled_from(StoreOutcome), max_size=40))
 def test_keys_are_counted_by_outcome(outcomes):
     tally = Tally()
     tally.keys(Operation.STORE, outcomes)
-    assert tally.take(NOTHING) == {KEYS.of("store", kind.value): count for kind, count in Count(outcomes).items()}
+    assert tally.take() == {KEYS.of("store", kind.value): count for kind, count in Count(outcomes).items()}
 
 
 @given(st.integers(1, 50), st.integers(0, 60), st.integers(0, 60))
 def test_every_prompt_token_has_one_tier(prompt_len, local_hit_len, resume_len):
     tally = Tally()
     tally.prompt(SimpleNamespace(num_prompt_tokens=prompt_len, num_computed_tokens=resume_len), local_hit_len)
-    taken = tally.take(NOTHING)
+    taken = tally.take()
     assert sum(taken.values()) == prompt_len
     assert min(taken.values()) > 0
     assert taken.get(PROMPT_TOKENS.of("computed"), 0) == max(0, prompt_len - resume_len)

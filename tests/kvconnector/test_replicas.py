@@ -80,7 +80,7 @@ def test_each_replica_writes_in_turn_and_every_rank_loads(workers, store, cut):
         assert store.put_keys[-len(own) :] == own
         assert ended == Ended(1, 1, ())
     assert Counter(store.put_keys) == Counter(
-        BlockKey(N, 0, shard, entry.block_hash) for entry in BLOCKS for shard in range(2)
+        BlockKey(N, 0, shard, entry.block_hash) for entry in StoreJob(1, "a", N, BLOCKS).entries for shard in range(2)
     )
     read = [[random_cache(2, 3)] for _ in range(4)]
     readers = [workers(read[rank], rank=rank, cuts=(cut,)) for rank in range(4)]

@@ -23,7 +23,7 @@ def engine(monkeypatch):
 
     modelless_engine.without_threads(monkeypatch)
     engine = modelless_engine.Engine([modelless_engine.full(4)], 64, NUM_RANKS)
-    engine.connector._control = SimpleNamespace(access=ALL_ACCESS, refused=False)
+    engine.connector._heed(SimpleNamespace(access=ALL_ACCESS, refused=False))
     engine.told, take_stats = {}, engine.connector.get_kv_connector_stats
 
     def told():

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 import pytest
-from kvconnector.jobs import Ended, Entry, JobId, LoadJob
+from kvconnector.jobs import Ended, JobId, LoadJob, Stretch
 from kvconnector.lane import Lane
 from kvconnector.transfer import LookupThread, TransferThread
 
@@ -52,8 +52,8 @@ class MonotonicClock:
 
 
 def job(number, blocks=2):
-    entries = tuple(Entry(0, block, number.to_bytes(4, "big"), 10 * number + block) for block in range(blocks))
-    return LoadJob(JobId(number), f"request {number}", Namespace("n"), entries)
+    stretch = Stretch(0, range(blocks), [number.to_bytes(4, "big")] * blocks, range(10 * number, 10 * number + blocks))
+    return LoadJob(JobId(number), f"request {number}", Namespace("n"), (stretch,))
 
 
 def until(condition):

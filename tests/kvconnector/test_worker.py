@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvconnector.config import ConnectorConfig, Integrity, PoolConfig
-from kvconnector.jobs import Ended, Entry, LoadJob, StoreJob
+from kvconnector.jobs import Ended, LoadJob, StoreJob, Stretch
 from kvconnector.seal import SealedStore, seal_of
 
 from kvcore.errors import InvalidArgument
@@ -138,7 +138,8 @@ def workers(store):
 
 
 def entries(*blocks, group=0):
-    return tuple(Entry(group, position, b"h%d" % position, block) for position, block in blocks)
+    """(position, block id) ..., each a stretch of its own."""
+    return tuple(Stretch(group, range(at, at + 1), [b"h%d" % at], [block]) for at, block in blocks)
 
 
 def test_what_one_worker_stored_another_one_loads_into_other_blocks(workers, store):
@@ -256,7 +257,7 @@ def test_a_damaged_object_is_refused_counted_and_removed_or_not_noticed(workers,
     indices = tuple(block - 3 for block in sorted(refused))
     assert outcome(reader) == ({"b"}, set(), refused, [Ended(2, 1, indices, indices)])
     assert torch.equal(target[3], source[0])
-    counts = {name: count for name, count in reader.take_numbers({}).items() if name.startswith("keys_total")}
+    counts = {name: count for name, count in reader.tally.take().items() if name.startswith("keys_total")}
     if integrity is Integrity.NONE:
         assert counts == {"keys_total:load:ok": 2, "keys_total:load:bad_length": 1}
         assert not torch.equal(target[4], source[1]), "the control: nobody verified it"

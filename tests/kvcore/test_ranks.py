@@ -46,6 +46,10 @@ def positions(runs):
 # -- S15: who stores ---------------------------------------------------------------------------------------------------
 
 
+def owned(cut, rank, group, blocks):
+    return from_blocks(block for run in blocks for block in cut.turns(rank, group, range(*run)))
+
+
 def stores(owned, cut, group, blocks):
     """(shard, block) of all that is stored, by any rank, with repetition."""
     ranks = range(cut.layout.num_ranks)
@@ -58,11 +62,11 @@ def everything_once(cut, blocks):
 
 @given(CUT, st.integers(0, 5), RUNS)
 def test_owners_together_store_every_shard_of_every_block_once(cut, group, blocks):
-    assert stores(Sharding.owned, cut, group, blocks) == everything_once(cut, blocks)
+    assert stores(owned, cut, group, blocks) == everything_once(cut, blocks)
     for shard, block in everything_once(cut, blocks):
         owner = cut.owner(shard, GroupId(group), block)
         assert cut.shard_of(owner) == shard
-        assert block in positions(cut.owned(owner, GroupId(group), blocks))
+        assert block in positions(owned(cut, owner, GroupId(group), blocks))
 
 
 def everybody(cut, rank, group, blocks):
@@ -82,22 +86,22 @@ def tensor_rank_0(cut, rank, group, blocks):
 @pytest.mark.parametrize("wrong", [everybody, those_that_find_it_absent, tensor_rank_0])
 def test_the_check_of_owners_rejects(wrong):
     cut, blocks = Sharding(RankLayout(tp=4), 2), ((0, 3), (5, 6), (8, 12))
-    assert stores(Sharding.owned, cut, 0, blocks) == everything_once(cut, blocks)
+    assert stores(owned, cut, 0, blocks) == everything_once(cut, blocks)
     assert stores(wrong, cut, 0, blocks) != everything_once(cut, blocks)
 
 
 @given(CUT, st.integers(0, 5), st.integers(0, 100))
 def test_a_split_of_the_blocks_changes_no_owner(cut, group, start):
-    whole = [(rank, cut.owned(rank, group, ((start, start + 20),))) for rank in range(cut.layout.num_ranks)]
+    whole = [(rank, owned(cut, rank, group, ((start, start + 20),))) for rank in range(cut.layout.num_ranks)]
     for rank, blocks in whole:
-        parts = [cut.owned(rank, group, ((start, start + 7),)), cut.owned(rank, group, ((start + 7, start + 20),))]
+        parts = [owned(cut, rank, group, ((start, start + 7),)), owned(cut, rank, group, ((start + 7, start + 20),))]
         assert positions(blocks) == positions(parts[0]) + positions(parts[1])
 
 
 @given(CUT)
 def test_replicas_share_the_work_evenly_and_groups_begin_elsewhere(cut):
     for shard, holders in enumerate(cut.holders):
-        shares = [num_blocks(cut.owned(rank, GroupId(0), ((3, 24),))) for rank in holders]
+        shares = [num_blocks(owned(cut, rank, GroupId(0), ((3, 24),))) for rank in holders]
         assert max(shares) - min(shares) <= 1
         assert {cut.owner(shard, GroupId(group), 0) for group in range(len(holders))} == set(holders)
 
@@ -208,7 +212,7 @@ def damaged_pools(draw):
         (group, cut.shard_of(rank), block)
         for group, (cut, blocks) in enumerate(zip(cuts, planner.store(0, num_tokens, num_tokens), strict=True))
         for rank in range(layout.num_ranks)
-        for block in positions(cut.owned(rank, GroupId(group), blocks))
+        for block in positions(owned(cut, rank, GroupId(group), blocks))
     }
     return planner, cuts, num_tokens, objects, draw(st.sampled_from(sorted(objects)))
 
