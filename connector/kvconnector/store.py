@@ -91,7 +91,7 @@ class MooncakeStore:
         self._clock = clock
         self._text = text
         self._pieces_per_call = TCP_PIECES_PER_CALL if config.protocol == "tcp" else PIECES_PER_CALL
-        self._link = _Link(config, clock, new_client or _mooncake_client())
+        self._link = _Link(config, clock, new_client or mooncake_client())
         self._lane = Lane("kvtwin-ask", clock)
         self._counting = threading.Lock()
 
@@ -272,21 +272,8 @@ class _Link:
     def _connect(self) -> bool:
         if self._client is not None:
             return True
-        config = self._config
-        for name, value in {**_MOONCAKE_SETTINGS, "MC_RPC_TIMEOUT_MS": str(config.rpc_timeout_ms)}.items():
-            os.environ.setdefault(name, value)
         client = self._new_client()
-        tenant = {} if config.tenant_id == "default" else {"tenant_id": config.tenant_id}
-        code = client.setup(
-            config.local_hostname,
-            config.metadata_server,
-            config.global_segment_bytes,
-            config.local_buffer_bytes,
-            config.protocol,
-            config.device_name,
-            config.master_server_address,
-            **tenant,
-        )
+        code = setup(client, self._config)
         if code != 0:
             logger.warning("Mooncake setup failed with code %d", code)
             return False
@@ -308,7 +295,26 @@ _NOBODY_S_KEY = "kvtwin-probe"
 _NEVER_NS = 1 << 62
 
 
-def _mooncake_client() -> Callable[[], Any]:
+def setup(client: Any, config: PoolConfig) -> int:
+    """Have Mooncake's client join the store; its code, 0 when that succeeded."""
+    for name, value in {**_MOONCAKE_SETTINGS, "MC_RPC_TIMEOUT_MS": str(config.rpc_timeout_ms)}.items():
+        os.environ.setdefault(name, value)
+    tenant = {} if config.tenant_id == "default" else {"tenant_id": config.tenant_id}
+    code: int = client.setup(
+        config.local_hostname,
+        config.metadata_server,
+        config.global_segment_bytes,
+        config.local_buffer_bytes,
+        config.protocol,
+        config.device_name,
+        config.master_server_address,
+        **tenant,
+    )
+    return code
+
+
+def mooncake_client() -> Callable[[], Any]:
+    """Makes clients of Mooncake's, which have yet to join. Raises InvalidArgument where there is no Mooncake."""
     try:
         from mooncake.store import MooncakeDistributedStore  # late: it loads RDMA libraries
     except ImportError as error:
