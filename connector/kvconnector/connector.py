@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvconnector.announcement import announcement
@@ -17,7 +18,7 @@ from kvconnector.events import PoolEvents
 from kvconnector.guard import GuardedStore
 from kvconnector.keys import InTreeFormat, KeyFormat, KeySpace, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
-from kvconnector.metrics import BREAKER, BREAKER_LEVEL, CONTROL_REFUSED, SWITCHED_OFF, Numbers
+from kvconnector.metrics import BREAKER, BREAKER_LEVEL, CONTROL_REFUSED, MAX_PINNED, SWITCHED_OFF, UNRECORDED, Numbers
 from kvconnector.plugin import register
 from kvconnector.record import Origin, Recorder
 from kvconnector.scheduler import SchedulerHalf
@@ -97,18 +98,19 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             unit = hash_block_size(vllm_config, kv_cache_config)
             keys = KeySpace(names.namespace, unit, cuts[0].layout.num_ranks, cuts)
             logger.info(announcement(config, keys, model, describe_hashes(vllm_config)))
-            self._scheduler = SchedulerHalf(
-                Planner(model), _policy(config, kv_cache_config.num_blocks), keys, self._lookups, clock
-            )
+            policy = _policy(config, kv_cache_config.num_blocks)
+            self._scheduler = SchedulerHalf(Planner(model), policy, keys, self._lookups, clock)
             self._scheduler.access = self._access
             if publishes_events(vllm_config):
                 self._scheduler.events = PoolEvents(model, unit, kv_cache_config)
             self._stop, self._tally = self._lookups.close, self._scheduler.tally
+            self._tally.add(MAX_PINNED.of(), policy.max_storing_blocks or 0)
             if config.control_file:
                 self._heed(ControlFile(config.control_file))
             if config.record:
                 origin = Origin(model, keys.namespace, unit, keys.num_ranks)
                 self._recorder = Recorder(config.record, origin, clock, config.record_key)
+                self._recorder.on_dropped = partial(self._tally.add, UNRECORDED.of(), 1)
                 self._scheduler.record = self._recorder.record
         else:
             store = MooncakeStore(pool, clock, text=names.text)

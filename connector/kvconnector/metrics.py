@@ -111,6 +111,7 @@ DURATION = Metric(
 PINNED = Metric(
     Kind.GAUGE, "pinned_blocks", "Blocks of the engine's cache that stores under way keep from being freed."
 )
+MAX_PINNED = Metric(Kind.GAUGE, "max_pinned_blocks", "How many blocks stores under way may keep from being freed.")
 WAITING = Metric(
     Kind.GAUGE, "waiting_jobs", "Lookups, loads and stores whose thread has not begun them.", (_OPERATION,)
 )
@@ -131,10 +132,13 @@ CONTROL_REFUSED = Metric(
     "control_refused",
     "1 while the control file is not understood, and what it said before holds.",
 )
+UNRECORDED = Metric(
+    Kind.COUNTER, "unrecorded_requests_total", "Requests that ended and are not in the decision log, which is on."
+)
 
 METRICS = (
     PROMPT_TOKENS, LOOKUPS, ROUNDS, LATE_LOOKUPS, LATE_ANSWERS, LATE_MISSES, REJECTED, KEYS, BYTES, DURATION, PINNED,
-    WAITING, BREAKER, SWITCHED_OFF, CONTROL_REFUSED,
+    MAX_PINNED, WAITING, BREAKER, SWITCHED_OFF, CONTROL_REFUSED, UNRECORDED,
 )  # fmt: skip
 
 METRIC_OF = {metric.of(*values): metric for metric in METRICS for values in metric.all_values()}

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -123,6 +123,8 @@ class Recorder:
     def __init__(self, path: str, origin: Origin, clock: Clock, key: str = "") -> None:
         self.num_dropped = 0
         """Requests that closed and were not written."""
+        self.on_dropped: Callable[[], None] = lambda: None
+        """Called for each of them."""
         self._clock = clock
         self._start_ns, self._start_unix_ns = clock.now_ns(), time.time_ns()
         self._ids = _Ids(key)
@@ -140,6 +142,7 @@ class Recorder:
         """The last plan of vLLM's `request` has ended. Returns at once, whatever the disk does."""
         if self._has_ended or self._waiting.qsize() >= MAX_WAITING:
             self.num_dropped += 1
+            self.on_dropped()
             return
         self._waiting.put(
             _Closed(

@@ -57,7 +57,7 @@ def test_every_query_asks_for_what_is_exported():
 def test_every_metric_is_shown():
     panels, _ = queries(DASHBOARD)
     assert unseen(panels) == set()
-    assert unseen([query for query in panels if "pinned_blocks" not in query]) == {"pinned_blocks"}
+    assert unseen([query for query in panels if "control_refused" not in query]) == {"control_refused"}
 
 
 def test_the_readme_lists_every_metric():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter as Count
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from kvconnector.metrics import (
     KEYS,
     LATE_MISSES,
     LOOKUPS,
+    MAX_PINNED,
     METRIC_OF,
     METRICS,
     PINNED,
@@ -26,6 +28,7 @@ from kvconnector.metrics import (
     PROMPT_TOKENS,
     REJECTED,
     ROUNDS,
+    UNRECORDED,
     WAITING,
     Kind,
     Operation,
@@ -277,7 +280,10 @@ def engine(monkeypatch):
     from tests.kvconnector import modelless_engine
 
     modelless_engine.without_threads(monkeypatch)
-    engine = modelless_engine.Engine([modelless_engine.full(4)], 64, num_ranks=2)
+    return listened_to(modelless_engine.Engine([modelless_engine.full(4)], 64, num_ranks=2))
+
+
+def listened_to(engine):
     engine.told, take_stats = [], engine.connector.get_kv_connector_stats
 
     def told():
@@ -336,6 +342,30 @@ def test_rejected_stores_are_counted_and_pins_are_seen_while_they_last(engine):
     levels = [told[PINNED.of()] for told in engine.told if PINNED.of() in told]
     assert levels[-1] == 0
     assert all(levels[:-1])
+
+
+@pytest.mark.engine
+def test_how_many_blocks_stores_may_pin_is_told_once(engine):
+    run(engine, "first")
+    assert [told[MAX_PINNED.of()] for told in engine.told if MAX_PINNED.of() in told] == [64]
+    assert MAX_PINNED.of() not in run(engine, "second")
+
+
+@pytest.mark.engine
+def test_requests_that_the_decision_log_lacks_are_counted(monkeypatch, tmp_path):
+    from kvconnector import connector as connector_module
+    from kvconnector import record
+
+    from tests.kvconnector import modelless_engine
+
+    read_config, path = connector_module.read_config, str(tmp_path / "log")
+    monkeypatch.setattr(connector_module, "read_config", lambda *given: replace(read_config(*given), record=path))
+    monkeypatch.setattr(record, "MAX_WAITING", 0)
+    modelless_engine.without_threads(monkeypatch)
+    engine = listened_to(modelless_engine.Engine([modelless_engine.full(4)], 64))
+    taken = combine(run(engine, "dropped"), run(engine, "dropped, too"))
+    left = engine.connector.get_kv_connector_stats()
+    assert combine(taken, left.data if left else {})[UNRECORDED.of()] == 2
 
 
 @pytest.mark.engine

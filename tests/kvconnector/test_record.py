@@ -275,11 +275,13 @@ def stuck(tmp_path, monkeypatch):
 def test_a_disk_that_does_not_answer_costs_records_and_no_time(stuck, monkeypatch, caplog):
     recorder, release = stuck
     monkeypatch.setattr(record, "MAX_WAITING", 10)
+    told = []
+    recorder.on_dropped = lambda: told.append(recorder.num_dropped)
     began = time.monotonic()
     for _ in range(25):
         recorder.record(request_of("aaaabbbb"), *served(8))
     assert time.monotonic() - began < 5
-    assert recorder.num_dropped == 15
+    assert told == list(range(1, 16))
     with caplog.at_level(logging.INFO, logger="vllm.kvconnector.record"):
         release()
         assert recorder.close()
