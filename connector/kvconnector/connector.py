@@ -5,6 +5,7 @@ The name is KVTwinConnector; without the plugin, kv_connector_module_path must b
 
 import dataclasses
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,7 @@ from kvcore.errors import InvalidArgument
 from kvcore.keys import Namespace, namespace_digest
 from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy, storing_blocks
+from kvcore.ports import StoreOutcome
 from kvcore.spec import ModelSpec
 from kvcore.units import NS_PER_MS, NS_PER_S
 
@@ -60,6 +62,9 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers p
 
 JOIN_PATIENCE_NS = 2 * NS_PER_S
 """How long the engine's start waits for the pool; without it the engine starts, and joins when it can."""
+
+LEAVE_PATIENCE_S = 1.0
+"""How long its end waits for the removal of what nobody else can find."""
 
 
 register()  # MultiConnector looks up who made its numbers by name, also where we were loaded by our module's path
@@ -80,6 +85,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._recorder: Recorder | None = None
         self._control: ControlFile | None = None
+        self._own_namespace: Namespace | None = None
         transfer = vllm_config.kv_transfer_config
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_role)
         _set_load_failure_policy(transfer, config.on_load_failure)
@@ -174,13 +180,32 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         return () if events is None else events.take()
 
     def reset_cache(self) -> bool:
-        """Nothing that was stored before is loaded any more. True; what other engines share stays theirs."""
+        """Nothing that was stored before is loaded any more. True; what other engines share stays theirs.
+
+        What was stored since another reset is nobody else's: it is removed, in the background.
+        """
         namespace = namespace_digest({"before": self._scheduler.namespace, "reset": uuid.uuid4().hex})
         self._scheduler.move_to(namespace)
         if self._recorder is not None:
             self._recorder.moved(namespace)
         logger.warning("kvtwin: the cache was reset: keys are in namespace %s, which no other engine shares", namespace)
+        self._remove_own()
+        self._own_namespace = namespace
         return True
+
+    def _remove_own(self) -> threading.Thread:
+        """Begin to remove what is in the namespace that a reset made.
+
+        Never by force: what was asked for just now may be on its way into a block. That, and what is stored later,
+        ages out of the pool.
+        """
+        remover = threading.Thread(target=self._remove_all_of, args=(self._own_namespace,), daemon=True)
+        remover.start()
+        return remover
+
+    def _remove_all_of(self, namespace: Namespace | None) -> None:
+        if namespace is not None and (outcome := self._store.remove_like(f"^{namespace}[-@]")) is not StoreOutcome.OK:
+            logger.warning("kvtwin: namespace %s was not emptied, its objects age out: %s", namespace, outcome.value)
 
     # -- worker ------------------------------------------------------------------------------------------------
 
@@ -247,7 +272,11 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             self._recorder.close()
         if self._control is not None:
             self._control.close()
-        if self._stop():
+        if not self._stop():
+            return
+        remover = self._remove_own()
+        remover.join(LEAVE_PATIENCE_S)
+        if not remover.is_alive():
             self._store.close()
 
     def _access(self) -> Access:

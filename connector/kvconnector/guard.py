@@ -65,6 +65,10 @@ class GuardedStore:
         """See `MooncakeStore.remove`."""
         return self._guarded(keys, deadline_ns, lambda: self._store.remove(keys, deadline_ns))
 
+    def remove_like(self, pattern: str) -> StoreOutcome:
+        """See `MooncakeStore.remove_like`; it says nothing about the pool to the breaker."""
+        return self._store.remove_like(pattern)
+
     def get(self, keys: Sequence[BlockKey], buffers: Sequence[Pieces], deadline_ns: int) -> list[StoreOutcome]:
         """See `MooncakeStore.get`."""
         return self._guarded(keys, deadline_ns, lambda: self._store.get(keys, buffers, deadline_ns))

@@ -21,7 +21,7 @@ from urllib.parse import quote
 from urllib.request import urlopen
 
 from kvconnector.config import KeyNames, read_config
-from kvconnector.store import mooncake_client, setup
+from kvconnector.link import mooncake_client, setup
 from kvcore.errors import InvalidArgument
 from kvcore.keys import parse_key
 

@@ -3,10 +3,7 @@
 Whatever goes wrong is an outcome. The master may be missing at the start, vanish and come back: each costs misses.
 """
 
-import contextlib
 import logging
-import os
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +11,8 @@ from typing import Any, Protocol, TypeAlias
 
 from kvconnector.config import PoolConfig
 from kvconnector.lane import Lane
-from kvcore.errors import InvalidArgument, require
+from kvconnector.link import LOST, ClientCall, Link, mooncake_client
+from kvcore.errors import require
 from kvcore.keys import BlockKey, format_key
 from kvcore.ports import Clock, KVStore, StoreOutcome
 from kvcore.units import NS_PER_MS, NS_PER_S
@@ -24,33 +22,19 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers p
 Pieces: TypeAlias = Sequence[tuple[int, int]]
 """(address, size in bytes) of one value's pieces, in order, all inside ranges given to `MooncakeStore.register`."""
 
-RETRY_NS = 500 * NS_PER_MS
-"""How long an unreachable master is left alone."""
-
-PROBE_TIMEOUT_S = 0.2
-
 TCP_PIECES_PER_CALL = 64
 """Mooncake's TCP transport queues 2,048 pieces for a peer; more are refused, or stuck for a minute (0.3.13)."""
 
 PIECES_PER_CALL = 4_096
 
+DOUBTFUL_NS = 100 * NS_PER_MS
+"""What took longer to read must still be there: in less no master is started anew and gives its memory to others."""
+
 ABANDONED_NS = 55 * NS_PER_S
 """A transfer that fails after 60 s was given up by Mooncake, whose transport may still move its bytes later."""
 
-# Read by Mooncake when a client is made. `setup` holds the interpreter lock, and would retry for 90 s. A holder that
-# says nothing is given up after 30 s a piece, 4 pieces at a time; with these a call on one takes 9 s.
-_MOONCAKE_SETTINGS = {
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "MC_TCP_LANES_PER_PEER": "16",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
-}
-
-_ClientCall: TypeAlias = Callable[[Any, list[str]], list[StoreOutcome]]
-"""Given Mooncake's client and the keys' names: one outcome per name."""
-
 _Transfer: TypeAlias = Callable[[Any, list[str], Sequence[Pieces]], list[StoreOutcome]]
-"""The same for a call that reads or writes the keys' pieces."""
+"""Given Mooncake's client, and the keys' names and pieces: one outcome per name."""
 
 # Mooncake's error codes (mooncake-store/include/types.h); what is not here counts as unavailable.
 _NO_SPACE, _BAD_PARAMETERS, _TRANSFER_FAILED, _RPC_FAILED, _RPC_TIMEOUT = -200, -600, -800, -900, -901
@@ -61,6 +45,8 @@ _OUTCOME_OF_CODE = {
     -704: StoreOutcome.MISSING,
     -707: StoreOutcome.MISSING,  # the lease ran out while its bytes were read
     _RPC_TIMEOUT: StoreOutcome.TIMEOUT,
+    **dict.fromkeys((-1100, -1101, -1102), StoreOutcome.MISSING),  # it was on a disk, whose file is gone or unreadable
+    **dict.fromkeys((-1700, -1701), StoreOutcome.NO_SPACE),  # its tenant may have no more, or nothing
 }
 
 
@@ -91,7 +77,7 @@ class MooncakeStore:
         self._clock = clock
         self._text = text
         self._pieces_per_call = TCP_PIECES_PER_CALL if config.protocol == "tcp" else PIECES_PER_CALL
-        self._link = _Link(config, clock, new_client or mooncake_client())
+        self._link = Link(config, clock, new_client or mooncake_client())
         self._lane = Lane("kvtwin-ask", clock)
         self._counting = threading.Lock()
 
@@ -102,7 +88,7 @@ class MooncakeStore:
     def answers(self, deadline_ns: int) -> bool:
         """Whether the master answers a question; connects first where that has not succeeded yet."""
         outcomes = self._lane.call(lambda: self._link.run([_NOBODY_S_KEY], _exist), deadline_ns)
-        return outcomes is not None and not _LOST & set(outcomes)
+        return outcomes is not None and not LOST & set(outcomes)
 
     def register(self, address: int, size_bytes: int) -> None:
         """See `PoolStore`."""
@@ -120,13 +106,20 @@ class MooncakeStore:
 
         return self._count("remove", self._ask(keys, deadline_ns, remove))
 
+    def remove_like(self, pattern: str) -> StoreOutcome:
+        """Forget what is named like this regular expression and leased to nobody; waits for the master."""
+        removed = self._link.run([pattern], lambda client, names: [_moved(min(0, client.remove_by_regex(pattern)))])
+        return self._count("remove_like", removed)[0]
+
     def get(self, keys: Sequence[BlockKey], buffers: Sequence[Pieces], deadline_ns: int) -> list[StoreOutcome]:
         """Fill each key's pieces; whatever is not OK may hold any bytes afterwards."""
         require(len(keys) == len(buffers), "len(buffers)", len(buffers), f"one per key, {len(keys)}")
 
         def get(client: Any, names: list[str], buffers: Sequence[Pieces]) -> list[StoreOutcome]:
+            begun_ns = self._clock.now_ns()
             codes = client.batch_get_into_multi_buffers(names, *_addresses_and_sizes(buffers))
-            return _got(client, names, codes, [sum(size for _, size in pieces) for pieces in buffers])
+            got = _got(client, names, codes, [sum(size for _, size in pieces) for pieces in buffers])
+            return got if self._clock.now_ns() - begun_ns < DOUBTFUL_NS else _confirmed(client, names, got)
 
         return self._count("get", self._move(keys, buffers, deadline_ns, get))
 
@@ -144,7 +137,7 @@ class MooncakeStore:
         if not self._lane.hangs:
             self._link.close()
 
-    def _ask(self, keys: Sequence[BlockKey], deadline_ns: int, call: _ClientCall) -> list[StoreOutcome]:
+    def _ask(self, keys: Sequence[BlockKey], deadline_ns: int, call: ClientCall) -> list[StoreOutcome]:
         names = [self._text(key) for key in keys]
         outcomes = None
         if self._clock.now_ns() < deadline_ns:
@@ -161,14 +154,14 @@ class MooncakeStore:
                 return outcomes + [StoreOutcome.TIMEOUT] * (len(keys) - len(outcomes))
             moved = self._transfer(names[part], buffers[part], transfer)
             outcomes += moved
-            if _LOST & set(moved):
+            if LOST & set(moved):
                 return outcomes + [StoreOutcome.UNAVAILABLE] * (len(keys) - len(outcomes))
         return outcomes
 
     def _transfer(self, names: list[str], buffers: Sequence[Pieces], transfer: _Transfer) -> list[StoreOutcome]:
         started_ns = self._clock.now_ns()
         outcomes = self._link.run(names, lambda client, names: transfer(client, names, buffers))
-        if _LOST & set(outcomes) and self._clock.now_ns() - started_ns >= ABANDONED_NS:
+        if LOST & set(outcomes) and self._clock.now_ns() - started_ns >= ABANDONED_NS:
             logger.error("Mooncake gave up %d transfers that may still run: its client is closed", len(names))
             self._link.leave()
         return outcomes
@@ -179,169 +172,7 @@ class MooncakeStore:
         return outcomes
 
 
-class _Link:
-    """The connection: made on first use, probed before use when the last call failed, made anew after `leave`."""
-
-    def __init__(self, config: PoolConfig, clock: Clock, new_client: Callable[[], Any]) -> None:
-        self._config = config
-        self._clock = clock
-        self._new_client = new_client
-        self._lock = threading.Condition()
-        self._num_calls = 0
-        self._leaving = False
-        self._ranges: list[tuple[int, int]] = []
-        self._client: Any = None
-        self._suspect = False
-        self._retry_at_ns: int | None = None
-
-    def register(self, address: int, size_bytes: int) -> None:
-        with self._lock:
-            self._ranges.append((address, size_bytes))
-            if self._client is not None:
-                self._register(self._client, address, size_bytes)
-
-    def run(self, names: list[str], call: _ClientCall) -> list[StoreOutcome]:
-        """The call's outcomes; UNAVAILABLE for every name without a master, or when the call raises."""
-        if not names:
-            return []
-        outcomes: list[StoreOutcome] = []
-        try:
-            with self._calling() as client:
-                if client is not None:
-                    outcomes = call(client, names)
-        except Exception:
-            logger.exception("Mooncake call failed")
-        if len(outcomes) != len(names):
-            outcomes = [StoreOutcome.UNAVAILABLE] * len(names)
-        if _LOST & set(outcomes):
-            self._suspect = True
-        return outcomes
-
-    def leave(self) -> None:
-        """Close the client when no call is in it; a segment it lent goes with it. The next call makes another one."""
-        with self._lock:
-            self._leaving = True
-            self._lock.wait_for(lambda: not self._num_calls)
-            client, self._client, self._leaving = self._client, None, False
-        if client is not None:
-            client.close()
-
-    def close(self) -> None:
-        with self._lock:
-            client, self._client = self._client, None
-            self._retry_at_ns = _NEVER_NS
-        if client is not None:
-            client.close()
-
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[Any | None]:
-        with self._lock:
-            client = self.usable_client()
-            self._num_calls += 1
-        try:
-            yield client
-        finally:
-            with self._lock:
-                self._num_calls -= 1
-                self._lock.notify_all()
-
-    def usable_client(self) -> Any | None:
-        """Mooncake's client, or None while the master does not answer."""
-        with self._lock:
-            if self._leaving:
-                return None
-            if self._client is not None and not self._suspect:
-                return self._client
-            if self._retry_at_ns is not None and self._clock.now_ns() < self._retry_at_ns:
-                return None
-            if not _answers(self._config.master_server_address) or not self._connect():
-                self._postpone()
-                return None
-            if self._retry_at_ns is not None:
-                logger.info("Mooncake master %s answers again", self._config.master_server_address)
-            self._suspect, self._retry_at_ns = False, None
-            return self._client
-
-    def _postpone(self) -> None:
-        if self._retry_at_ns is None:
-            logger.warning(
-                "Mooncake master %s does not answer: no hits until it does", self._config.master_server_address
-            )
-        self._retry_at_ns = self._clock.now_ns() + RETRY_NS
-
-    def _connect(self) -> bool:
-        if self._client is not None:
-            return True
-        client = self._new_client()
-        code = setup(client, self._config)
-        if code != 0:
-            logger.warning("Mooncake setup failed with code %d", code)
-            return False
-        self._client = client
-        for address, size_bytes in self._ranges:
-            self._register(client, address, size_bytes)
-        return True
-
-    def _register(self, client: Any, address: int, size_bytes: int) -> None:
-        code = client.register_buffer(address, size_bytes)
-        if code != 0:
-            logger.error(
-                "Mooncake cannot register %d bytes of KV cache (code %d): transfers will fail", size_bytes, code
-            )
-
-
-_LOST = {StoreOutcome.UNAVAILABLE, StoreOutcome.TIMEOUT}
 _NOBODY_S_KEY = "kvtwin-probe"
-_NEVER_NS = 1 << 62
-
-
-def setup(client: Any, config: PoolConfig) -> int:
-    """Have Mooncake's client join the store; its code, 0 when that succeeded."""
-    for name, value in {**_MOONCAKE_SETTINGS, "MC_RPC_TIMEOUT_MS": str(config.rpc_timeout_ms)}.items():
-        os.environ.setdefault(name, value)
-    tenant = {} if config.tenant_id == "default" else {"tenant_id": config.tenant_id}
-    code: int = client.setup(
-        config.local_hostname,
-        config.metadata_server,
-        config.global_segment_bytes,
-        config.local_buffer_bytes,
-        config.protocol,
-        config.device_name,
-        config.master_server_address,
-        **tenant,
-    )
-    return code
-
-
-def mooncake_client() -> Callable[[], Any]:
-    """Makes clients of Mooncake's, which have yet to join. Raises InvalidArgument where there is no Mooncake."""
-    try:
-        from mooncake.store import MooncakeDistributedStore  # late: it loads RDMA libraries
-    except ImportError as error:
-        expected = f"Mooncake, which cannot be imported ({error}): pip install 'kvtwin[connector]', and libibverbs1"
-        raise InvalidArgument("kv_connector", "KVTwinConnector", expected) from error
-    new_client: Callable[[], Any] = MooncakeDistributedStore
-    return new_client
-
-
-def _answers(address: str) -> bool:
-    """Whether somebody alive serves HOST:PORT: it closes a connection that does not speak its protocol.
-
-    Without this a call to a dead master takes 4 s, and `setup` holds the interpreter lock as long. An address of
-    another form (a cluster of masters) is believed.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "/" in host:
-        return True
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S) as connection:
-            connection.sendall(bytes(64))
-            connection.recv(1)
-    except ConnectionResetError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def _addresses_and_sizes(buffers: Sequence[Pieces]) -> tuple[list[list[int]], list[list[int]]]:
@@ -375,6 +206,12 @@ def _got(client: Any, names: list[str], codes: list[int], sizes_bytes: list[int]
         else:
             outcomes.append(_OUTCOME_OF_CODE.get(code, StoreOutcome.UNAVAILABLE))
     return outcomes
+
+
+def _confirmed(client: Any, names: list[str], outcomes: list[StoreOutcome]) -> list[StoreOutcome]:
+    """Mooncake refuses what it read beyond a lease. Who removes by force heeds none, and a new master knows none."""
+    now = _exist(client, names) if StoreOutcome.OK in outcomes else outcomes
+    return [there if got is StoreOutcome.OK else got for got, there in zip(outcomes, now, strict=True)]
 
 
 def _parts(buffers: Sequence[Pieces], max_pieces: int) -> Iterator[slice]:

@@ -4,7 +4,9 @@ import contextlib
 import json
 import time
 
-from connector.testbed.processes import Master, SegmentOwner
+from connector.testbed.processes import PROJECT, DiskOwner, Master, SegmentOwner
+
+SSD_RECIPE = PROJECT / "connector" / "deploy" / "ssd"
 
 
 class Pool:
@@ -19,14 +21,14 @@ class Pool:
         """Give the store the memory that it lives in."""
         self.owner = SegmentOwner(self.master, self.folder, self.segment_bytes)
 
-    def environment(self):
-        """What an engine needs to find the pool."""
+    def environment(self, address=None):
+        """What an engine needs to find the pool, with its master at another address if that is given."""
         path = self.folder / f"mooncake-{self.master.port}.json"
         path.write_text(
             json.dumps(
                 {
                     "metadata_server": "P2PHANDSHAKE",
-                    "master_server_address": self.master.address,
+                    "master_server_address": address or self.master.address,
                     "protocol": "tcp",
                     "mode": "standalone-store",
                     "global_segment_size": 0,
@@ -71,3 +73,41 @@ class Pool:
         """Come back, empty, at the same address."""
         self.master.start()
         self.lend()
+
+
+class DiskPool(Pool):
+    """A pool whose memory has `disk` below it, started as connector/deploy/ssd says, but for sizes and places.
+
+    What is evicted is written in files of 8 objects.
+    """
+
+    def __init__(self, folder, segment_bytes=16 << 20, flags=()):
+        self.disk = folder / "disk"
+        super().__init__(folder, segment_bytes, (f"--flagfile={SSD_RECIPE / 'master.flags'}", *flags))
+
+    def lend(self):
+        self.disk.mkdir(exist_ok=True)
+        settings = dict(line.split("=", 1) for line in (SSD_RECIPE / "owner.env").read_text().split())
+        settings |= {
+            "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": str(self.disk),
+            "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "8",
+            "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(64 << 20),
+        }
+        flags = (f"--flagfile={SSD_RECIPE / 'owner.flags'}", f"--global_segment_size={self.segment_bytes}")
+        self.owner = DiskOwner(self.master, self.folder, flags, settings)
+
+    def tiers(self, keys):
+        """Where each key's object is: "memory", "disk", both or nowhere; nobody's lease is renewed."""
+        told = json.loads(self.master.http(f"batch_query_keys?keys={','.join(keys)}"))["data"]
+        tiers = (("memory", "values"), ("disk", "local_disk_values"))
+        return {key: {tier for tier, name in tiers if told[key].get(name)} for key in keys}
+
+    def press_to_disk(self, keys):
+        """Store other things until all the keys are on disk alone."""
+        deadline = time.monotonic() + 60
+        with self.client() as client:
+            while set(map(frozenset, self.tiers(keys).values())) != {frozenset({"disk"})}:
+                assert time.monotonic() < deadline, self.tiers(keys)
+                for _ in range(32):
+                    client.put(f"filler {time.monotonic_ns()}", bytes(64 << 10))
+                time.sleep(0.2)

@@ -108,6 +108,12 @@ class Process:
         self.child.stdout.close()
 
 
+def mooncake_binary(name):
+    import mooncake
+
+    return str(Path(mooncake.__file__).with_name(name))
+
+
 class Master:
     """A Mooncake master on loopback with its own ports."""
 
@@ -118,12 +124,9 @@ class Master:
         self.start()
 
     def start(self):
-        import mooncake
-
-        binary = Path(mooncake.__file__).with_name("mooncake_master")
         self.process = Process(
             [
-                str(binary),
+                mooncake_binary("mooncake_master"),
                 "--rpc_address=127.0.0.1",
                 f"--rpc_port={self.port}",
                 "--metrics_host=127.0.0.1",
@@ -153,6 +156,9 @@ class Master:
     def stored_keys(self):
         return [key for key in self.http("get_all_keys").split() if key]
 
+    def segments(self):
+        return self.http("get_all_segments").split()
+
     def kill(self):
         self.process.kill()
 
@@ -168,6 +174,31 @@ class SegmentOwner:
         # The client library also prints to stdout.
         while (line := self.process.read_line(60)) != "READY 0":
             assert not line.startswith("READY"), line
+
+    def kill(self):
+        self.process.kill()
+
+
+class DiskOwner:
+    """Lends memory, and a folder that takes what the memory has no room for, until killed: Mooncake's own service."""
+
+    def __init__(self, master, folder, flags, env):
+        fresh = set(master.segments())
+        self.process = Process(
+            [
+                mooncake_binary("mooncake_client"),
+                "--host=127.0.0.1",
+                f"--port={free_port()}",
+                f"--master_server_address={master.address}",
+                *flags,
+            ],
+            Path(folder) / "owner.log",
+            env,
+        )
+        deadline = time.monotonic() + 20
+        while set(master.segments()) <= fresh:
+            assert time.monotonic() < deadline, self.process.log_tail()
+            time.sleep(0.05)
 
     def kill(self):
         self.process.kill()

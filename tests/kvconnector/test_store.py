@@ -9,7 +9,8 @@ import time
 import pytest
 from kvconnector.config import PoolConfig
 from kvconnector.lane import Lane
-from kvconnector.store import ABANDONED_NS, PIECES_PER_CALL, RETRY_NS, TCP_PIECES_PER_CALL, MooncakeStore
+from kvconnector.link import RETRY_NS
+from kvconnector.store import ABANDONED_NS, PIECES_PER_CALL, TCP_PIECES_PER_CALL, MooncakeStore
 
 from kvcore.errors import InvalidArgument
 from kvcore.keys import BlockHash, BlockKey, Namespace
@@ -308,7 +309,7 @@ def test_a_transfer_that_fails_in_time_has_ended_and_a_slow_one_that_succeeds_to
 
         return answer
 
-    answer_by_call(client, slowly([-800], ABANDONED_NS - 1), slowly([1], ABANDONED_NS))
+    answer_by_call(client, slowly([-800], ABANDONED_NS - 1), slowly([1], ABANDONED_NS), [1])
     assert store.get([KEY], [[(64, 1)]], SOON_NS) == [UNAVAILABLE]
     assert store.get([KEY], [[(64, 1)]], SOON_NS) == [OK]
     assert ("close",) not in client.calls

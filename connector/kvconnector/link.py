@@ -1,0 +1,200 @@
+"""The connection to the pool: made when it is first used, probed when it failed, and made anew."""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from kvconnector.config import PoolConfig
+from kvcore.errors import InvalidArgument
+from kvcore.ports import Clock, StoreOutcome
+from kvcore.units import NS_PER_MS
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
+
+RETRY_NS = 500 * NS_PER_MS
+"""How long an unreachable master is left alone."""
+
+PROBE_TIMEOUT_S = 0.2
+
+LOST = frozenset((StoreOutcome.UNAVAILABLE, StoreOutcome.TIMEOUT))
+"""What a key ends with when nobody has answered for it."""
+
+ClientCall: TypeAlias = Callable[[Any, list[str]], list[StoreOutcome]]
+"""Given Mooncake's client and the keys' names: one outcome per name."""
+
+# Read by Mooncake when a client is made. `setup` holds the interpreter lock, and would retry for 90 s. A holder that
+# says nothing is given up after 30 s a piece, 4 pieces at a time; with these a call on one takes 9 s.
+_MOONCAKE_SETTINGS = {
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_TCP_LANES_PER_PEER": "16",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+}
+
+_NEVER_NS = 1 << 62
+
+
+class Link:
+    """One client of Mooncake's: probed before use when the last call failed, made anew after `leave`."""
+
+    def __init__(self, config: PoolConfig, clock: Clock, new_client: Callable[[], Any]) -> None:
+        self._config = config
+        self._clock = clock
+        self._new_client = new_client
+        self._lock = threading.Condition()
+        self._num_calls = 0
+        self._leaving = False
+        self._ranges: list[tuple[int, int]] = []
+        self._client: Any = None
+        self._suspect = False
+        self._retry_at_ns: int | None = None
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Let calls use this memory, now and whenever the client is made."""
+        with self._lock:
+            self._ranges.append((address, size_bytes))
+            if self._client is not None:
+                self._register(self._client, address, size_bytes)
+
+    def run(self, names: list[str], call: ClientCall) -> list[StoreOutcome]:
+        """The call's outcomes; UNAVAILABLE for every name without a master, or when the call raises."""
+        if not names:
+            return []
+        outcomes: list[StoreOutcome] = []
+        try:
+            with self._calling() as client:
+                if client is not None:
+                    outcomes = call(client, names)
+        except Exception:
+            logger.exception("Mooncake call failed")
+        if len(outcomes) != len(names):
+            outcomes = [StoreOutcome.UNAVAILABLE] * len(names)
+        if LOST & set(outcomes):
+            self._suspect = True
+        return outcomes
+
+    def leave(self) -> None:
+        """Close the client when no call is in it; a segment it lent goes with it. The next call makes another one."""
+        with self._lock:
+            self._leaving = True
+            self._lock.wait_for(lambda: not self._num_calls)
+            client, self._client, self._leaving = self._client, None, False
+        if client is not None:
+            client.close()
+
+    def close(self) -> None:
+        """Leave for good."""
+        with self._lock:
+            client, self._client = self._client, None
+            self._retry_at_ns = _NEVER_NS
+        if client is not None:
+            client.close()
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[Any | None]:
+        with self._lock:
+            client = self.usable_client()
+            self._num_calls += 1
+        try:
+            yield client
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+                self._lock.notify_all()
+
+    def usable_client(self) -> Any | None:
+        """Mooncake's client, or None while the master does not answer."""
+        with self._lock:
+            if self._leaving:
+                return None
+            if self._client is not None and not self._suspect:
+                return self._client
+            if self._retry_at_ns is not None and self._clock.now_ns() < self._retry_at_ns:
+                return None
+            if not _answers(self._config.master_server_address) or not self._connect():
+                self._postpone()
+                return None
+            if self._retry_at_ns is not None:
+                logger.info("Mooncake master %s answers again", self._config.master_server_address)
+            self._suspect, self._retry_at_ns = False, None
+            return self._client
+
+    def _postpone(self) -> None:
+        if self._retry_at_ns is None:
+            logger.warning(
+                "Mooncake master %s does not answer: no hits until it does", self._config.master_server_address
+            )
+        self._retry_at_ns = self._clock.now_ns() + RETRY_NS
+
+    def _connect(self) -> bool:
+        if self._client is not None:
+            return True
+        client = self._new_client()
+        code = setup(client, self._config)
+        if code != 0:
+            logger.warning("Mooncake setup failed with code %d", code)
+            return False
+        self._client = client
+        for address, size_bytes in self._ranges:
+            self._register(client, address, size_bytes)
+        return True
+
+    def _register(self, client: Any, address: int, size_bytes: int) -> None:
+        code = client.register_buffer(address, size_bytes)
+        if code != 0:
+            logger.error(
+                "Mooncake cannot register %d bytes of KV cache (code %d): transfers will fail", size_bytes, code
+            )
+
+
+def setup(client: Any, config: PoolConfig) -> int:
+    """Have Mooncake's client join the store; its code, 0 when that succeeded."""
+    for name, value in {**_MOONCAKE_SETTINGS, "MC_RPC_TIMEOUT_MS": str(config.rpc_timeout_ms)}.items():
+        os.environ.setdefault(name, value)
+    tenant = {} if config.tenant_id == "default" else {"tenant_id": config.tenant_id}
+    code: int = client.setup(
+        config.local_hostname,
+        config.metadata_server,
+        config.global_segment_bytes,
+        config.local_buffer_bytes,
+        config.protocol,
+        config.device_name,
+        config.master_server_address,
+        **tenant,
+    )
+    return code
+
+
+def mooncake_client() -> Callable[[], Any]:
+    """Makes clients of Mooncake's, which have yet to join. Raises InvalidArgument where there is no Mooncake."""
+    try:
+        from mooncake.store import MooncakeDistributedStore  # late: it loads RDMA libraries
+    except ImportError as error:
+        expected = f"Mooncake, which cannot be imported ({error}): pip install 'kvtwin[connector]', and libibverbs1"
+        raise InvalidArgument("kv_connector", "KVTwinConnector", expected) from error
+    new_client: Callable[[], Any] = MooncakeDistributedStore
+    return new_client
+
+
+def _answers(address: str) -> bool:
+    """Whether somebody alive serves HOST:PORT: it closes a connection that does not speak its protocol.
+
+    Without this a call to a dead master takes 4 s, and `setup` holds the interpreter lock as long. An address of
+    another form (a cluster of masters) is believed.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return True
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S) as connection:
+            connection.sendall(bytes(64))
+            connection.recv(1)
+    except ConnectionResetError:
+        return True
+    except OSError:
+        return False
+    return True
