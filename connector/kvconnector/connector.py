@@ -37,6 +37,7 @@ from kvconnector.vllm_compat import (
     describe_hashes,
     describe_model,
     get_ip,
+    has_private_hashes,
     hash_block_size,
     in_tree_model_name,
     in_tree_places,
@@ -65,6 +66,11 @@ JOIN_PATIENCE_NS = 2 * NS_PER_S
 
 LEAVE_PATIENCE_S = 1.0
 """How long its end waits for the removal of what nobody else can find."""
+
+PRIVATE_HASHES = (
+    "kvtwin: no other engine finds what this one stores, nor does it itself after a restart: set PYTHONHASHSEED to the "
+    "same value in all of them"
+)
 
 
 register()  # MultiConnector looks up who made its numbers by name, also where we were loaded by our module's path
@@ -104,6 +110,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             unit = hash_block_size(vllm_config, kv_cache_config)
             keys = KeySpace(names.namespace, unit, cuts[0].layout.num_ranks, cuts)
             logger.info(announcement(config, keys, model, describe_hashes(vllm_config)))
+            if has_private_hashes(vllm_config):
+                logger.warning(PRIVATE_HASHES)
             policy = _policy(config, kv_cache_config.num_blocks)
             self._scheduler = SchedulerHalf(Planner(model), policy, keys, self._lookups, clock)
             self._scheduler.access = self._access

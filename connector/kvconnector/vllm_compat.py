@@ -58,6 +58,7 @@ __all__ = [
     "describe_model",
     "event_extra_keys",
     "get_ip",
+    "has_private_hashes",
     "hash_block_size",
     "in_tree_model_name",
     "in_tree_places",
@@ -99,10 +100,7 @@ def _draft_groups(vllm_config: Any, groups: Sequence[Any]) -> frozenset[int]:
 
 
 def namespace_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, NamespaceField]:
-    """Everything two engines must have in common for the bytes of one to be right in the other.
-
-    The seed of the block hashes is not in it: another seed gives other hashes.
-    """
+    """Everything two engines must have in common for the bytes of one to be right in the other, and to be found."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return {
         "format": 2,
@@ -119,6 +117,7 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, Namesp
         "layers": [list(group.layer_names) for group in kv_cache_config.kv_cache_groups],
         "hash_block_size": hash_block_size(vllm_config, kv_cache_config),
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
+        "hash_seed": _hash_seed(vllm_config),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "shards": [sharding.num_shards for sharding in shardings(vllm_config, kv_cache_config)],
@@ -169,12 +168,24 @@ def _tensor_replicas(group: Any, tp: int, num_kv_heads: int) -> int:
 
 def describe_hashes(vllm_config: Any) -> str:
     """Algorithm and seed of the block hashes: engines in which they differ have no hash in common."""
-    algorithm, seed = str(vllm_config.cache_config.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")
+    return f"{vllm_config.cache_config.prefix_caching_hash_algo} with {_hash_seed(vllm_config)}"
+
+
+def has_private_hashes(vllm_config: Any) -> bool:
+    """Whether block hashes are seeded at random: what the engine stores, nobody else finds."""
+    return _hash_seed(vllm_config) == _PRIVATE_SEED
+
+
+_OWN_SEED = "vLLM's own seed"
+_PRIVATE_SEED = "a seed that no other engine has, for want of PYTHONHASHSEED"
+
+
+def _hash_seed(vllm_config: Any) -> str:
+    """What seeds the block hashes, in words that do not tell it; different words for different seeds."""
+    seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None:
-        return f"{algorithm} with PYTHONHASHSEED (digest {hashlib.sha256(seed.encode()).hexdigest()[:8]})"
-    if algorithm.startswith("xxhash"):
-        return f"{algorithm} with a seed that no other engine has, for want of PYTHONHASHSEED"
-    return f"{algorithm} with vLLM's own seed"
+        return f"PYTHONHASHSEED (digest {hashlib.sha256(seed.encode()).hexdigest()[:8]})"
+    return _PRIVATE_SEED if str(vllm_config.cache_config.prefix_caching_hash_algo).startswith("xxhash") else _OWN_SEED
 
 
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:

@@ -69,14 +69,16 @@ def test_an_engine_that_does_neither_lends_memory():
     ],
 )
 def test_the_seed_of_the_hashes_is_named_and_not_told(monkeypatch, algorithm, seed, said):
-    from kvconnector.vllm_compat import describe_hashes
+    from kvconnector.vllm_compat import describe_hashes, has_private_hashes
 
     from tests.kvconnector.test_vllm_compat import engine_config
 
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     if seed is not None:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-    assert said in describe_hashes(engine_config(prefix_caching_hash_algo=algorithm))
+    config = engine_config(prefix_caching_hash_algo=algorithm)
+    assert said in describe_hashes(config)
+    assert has_private_hashes(config) == ("no other engine" in said)
 
 
 def test_an_engine_says_it_once(monkeypatch, caplog):

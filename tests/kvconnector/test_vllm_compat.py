@@ -213,7 +213,7 @@ def test_the_hash_unit_is_the_common_divisor_of_the_groups():
     assert hash_block_size(engine_config(block_size=32), cache_config(attention("FullAttentionSpec", 32))) == 32
 
 
-def test_engines_whose_bytes_differ_have_different_namespaces():
+def test_engines_whose_bytes_or_hashes_differ_have_different_namespaces(monkeypatch):
     from kvconnector.vllm_compat import namespace_fields
 
     one_group = cache_config(attention("FullAttentionSpec"))
@@ -235,7 +235,9 @@ def test_engines_whose_bytes_differ_have_different_namespaces():
         for other in others
     }
     digests.add(namespace_digest(namespace_fields(engine_config(), cache_config(spec, spec))))
-    assert len(digests - {base}) == len(changes) + len(others) + 1
+    monkeypatch.setenv("PYTHONHASHSEED", "another")
+    digests.add(namespace_digest(namespace_fields(engine_config(), one_group)))
+    assert len(digests - {base}) == len(changes) + len(others) + 2
 
 
 def test_states_of_other_types_and_other_layers_have_other_namespaces():
