@@ -45,18 +45,19 @@ def free_port():
 
 
 class Process:
-    """A child with line-wise stdin and stdout; stderr goes to `log`."""
+    """A child with line-wise stdin and stdout; stderr goes to `log`. A variable of `env` that is None is not set."""
 
     def __init__(self, command, log, env=None):
         self.log = Path(log)
         path = os.pathsep.join([str(PROJECT), str(PROJECT / "connector")])
+        environment = {**INHERITED, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})}
         with self.log.open("ab") as stderr:
             self.child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**INHERITED, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})},
+                env={name: value for name, value in environment.items() if value is not None},
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )

@@ -18,6 +18,8 @@ CONNECTOR = {
     "extra": {"lookup_deadline_ms": LOOKUP_DEADLINE_S * 1_000},
 }
 
+NUM_GROUPS = {"qwen3": 1, "gemma3": 2}
+
 
 @dataclass
 class Engines:
@@ -29,6 +31,7 @@ class Engines:
     writer: Engine
     reader: Engine
     control_file: Path
+    num_groups: int
 
     def store(self, prompts, max_tokens=16):
         """Let the writer compute the prompts; when this returns, all of it is in the pool."""
@@ -51,7 +54,7 @@ def pool(tmp_path_factory):
     pool.kill()
 
 
-@pytest.fixture(scope="session", params=["qwen3", "gemma3"])
+@pytest.fixture(scope="session", params=NUM_GROUPS)
 def engines(request, pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     model = write_tiny_model(request.param, folder / "model")
@@ -68,7 +71,7 @@ def engines(request, pool, tmp_path_factory):
         control_file = folder / "control.toml"
         connector = {**CONNECTOR, "extra": {**CONNECTOR["extra"], "control_file": str(control_file)}}
         writer, reader = start("writer", connector), start("reader", connector)
-        yield Engines(model, pool, plain, writer.ready(), reader.ready(), control_file)
+        yield Engines(model, pool, plain, writer.ready(), reader.ready(), control_file, NUM_GROUPS[request.param])
     finally:
         for engine in started:
             engine.kill()
@@ -129,6 +132,23 @@ def cramped(cramped_and_used):
     """With an empty pool: what other tests stored there takes no room."""
     cramped_and_used.pool.empty()
     return cramped_and_used
+
+
+@pytest.fixture
+def faults():
+    """`faults(engine, {...}, ...)`: from now to the test's end its store's client has these faults, and no others.
+
+    See faulty_client; calls are counted from here. Without any fault the client is well again.
+    """
+    ordered = []
+
+    def order(engine, *faults):
+        ordered.append(engine)
+        engine.call("order_faults", faults=faults)
+
+    yield order
+    for engine in ordered:
+        engine.call("order_faults", faults=[])
 
 
 @pytest.fixture

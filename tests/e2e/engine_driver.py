@@ -4,6 +4,7 @@ import random
 import time
 
 from connector.testbed.driver import Driver, greedy, serve
+from tests.e2e.faulty_client import Faults, faulty
 
 
 class FaultyDriver(Driver):
@@ -11,13 +12,17 @@ class FaultyDriver(Driver):
         *Driver.COMMANDS,
         "abort_storm",
         "abort_while_loading",
+        "abort_after_steps",
         "begin_load",
         "finish",
         "reset_under_requests",
         "free_blocks",
-        "break_gets",
-        "break_puts",
-        "take_gets",
+        "order_faults",
+        "calls",
+        "promise",
+        "wrong_tables",
+        "longest_step_s",
+        "namespace",
         "outcomes",
         "metrics",
         "sleep",
@@ -25,15 +30,24 @@ class FaultyDriver(Driver):
     )
 
     def __init__(self, config):
+        self.faults = Faults()
+        if config.get("connector"):
+            self._make_clients_faulty()
         super().__init__(config)
         self.num_preemptions = 0
         self._count_preemptions()
-        self.gets, self.faults = [], {}
-        self.decided = []
+        self.step_s = 0.0
+        self._time_steps()
+        self.decided, self.tables, self.received = [], [], []
         if (config.get("connector") or {}).get("name") == "KVTwinConnector":
-            self._intercept("get", self.gets)
-            self._intercept("put", [])
-            self.scheduler.connector._scheduler.on_closed = self._record_decisions
+            self.half = self.scheduler.connector._scheduler
+            self.half.on_closed = self._record_decisions
+            self._compare_tables()
+
+    def _make_clients_faulty(self):
+        import mooncake.store
+
+        mooncake.store.MooncakeDistributedStore = faulty(mooncake.store.MooncakeDistributedStore, self.faults)
 
     def _count_preemptions(self):
         preempt = self.scheduler._preempt_request
@@ -44,47 +58,63 @@ class FaultyDriver(Driver):
 
         self.scheduler._preempt_request = counted
 
-    def _intercept(self, operation, calls):
-        """Record the keys of every get or put, and let `break_gets` or `break_puts` decide what becomes of it."""
-        from kvconnector.store import MooncakeStore
+    def _time_steps(self):
+        step = self.llm.llm_engine.step
 
-        from kvcore.ports import StoreOutcome
+        def timed():
+            start = time.perf_counter()
+            try:
+                return step()
+            finally:
+                self.step_s = max(self.step_s, time.perf_counter() - start)
 
-        move = getattr(MooncakeStore, operation)
+        self.llm.llm_engine.step = timed
 
-        def intercepted(store, keys, buffers, deadline_ns):
-            calls.append([list(key[1:3]) for key in keys])
-            fault = self.faults.get(operation) or {}
-            time.sleep(fault.get("delay_s", 0))
-            while fault.get("hold") and self.faults.get(operation) is fault:
-                time.sleep(0.002)
-            hit = fault.get("entries") or range(len(keys))
-            if fault.get("remove"):
-                store.remove([keys[index] for index in hit], deadline_ns)
-            outcomes = move(store, keys, buffers, deadline_ns)
-            for index in hit if "outcome" in fault else ():
-                outcomes[index] = StoreOutcome(fault["outcome"])
-            return outcomes
+    def longest_step_s(self):
+        """What the longest step since the last call took."""
+        longest_s, self.step_s = self.step_s, 0.0
+        return longest_s
 
-        setattr(MooncakeStore, operation, intercepted)
+    def _compare_tables(self):
+        """What each job reads or writes, beside the table that the engine has for its request in this step."""
+        build = self.half.build_connector_meta
 
-    def break_gets(self, fault):
-        """From now on gets have a fault, or with None no more.
+        def compared(output):
+            metadata = build(output)
+            for job in (*metadata.loads, *metadata.stores):
+                if job.request_id in self.scheduler.requests:
+                    table = self.scheduler.kv_cache_manager.get_block_ids(job.request_id)
+                    named = [(entry.block_id, table[entry.group][entry.position]) for entry in job.entries]
+                    self.tables.append([job.request_id, *named] if any(ours != its for ours, its in named) else None)
+            return metadata
 
-        {"remove": true} removes their keys from the pool right before; {"outcome": NAME} replaces their outcomes;
-        {"entries": [index, ...]} limits either to some of a get's keys; {"delay_s": S} delays them;
-        {"hold": true} lets none go on until the next call of this.
-        """
-        self.faults["get"] = fault
-        self.gets.clear()
+        self.half.build_connector_meta = compared
 
-    def break_puts(self, fault):
-        """The same for puts."""
-        self.faults["put"] = fault
+    def wrong_tables(self):
+        """(jobs compared since the last call, those with blocks that are not their request's)."""
+        tables, self.tables = self.tables, []
+        return len(tables), [table for table in tables if table]
 
-    def take_gets(self):
-        """[group, rank] of the keys of each get since `break_gets`."""
-        return list(self.gets)
+    def namespace(self):
+        """Of this engine's keys."""
+        return self.half.namespace
+
+    def promise(self, promised_len):
+        """What the sibling promises each prompt from now on, in tokens; of each it kept since, the puts before that."""
+        from tests.e2e.sibling import Sibling
+
+        received, self.received = self.received, []
+        Sibling.promised_len = promised_len
+        Sibling.on_received = staticmethod(lambda: self.received.append(self.calls("put")))
+        return received
+
+    def order_faults(self, faults):
+        """From now on the store's client has these faults and no others; see faulty_client."""
+        self.faults.order(faults)
+
+    def calls(self, operation):
+        """The keys of each such call of the store's client since faults were last ordered, none or some."""
+        return self.faults.calls(operation)
 
     def generate(self, prompts, max_tokens):
         """With the preemptions that the batch cost."""
@@ -120,21 +150,31 @@ class FaultyDriver(Driver):
 
     def begin_load(self, prompt, max_tokens=16):
         """Step until the prompt's load has begun; the id of its request, for `finish`."""
-        before = len(self.gets)
+        before = len(self.faults.calls("get"))
         (request_id,) = self._begin([prompt], max_tokens)
-        while len(self.gets) == before:
+        while len(self.faults.calls("get")) == before:
             assert self.llm.llm_engine.has_unfinished_requests(), "finished without a load"
             self.llm.llm_engine.step()
         return request_id
+
+    def abort_after_steps(self, prompt, num_steps):
+        """Abort a request after so many steps, and step until everything has been reported."""
+        request_ids = self._begin([prompt], 16)
+        for _ in range(num_steps):
+            self.llm.llm_engine.step()
+        self.llm.llm_engine.abort_request(request_ids)
+        self.settle()
 
     def finish(self, request_id):
         """The tokens of the request that was begun."""
         return self._finish([request_id])[0]
 
-    def abort_while_loading(self, prompt):
-        """Abort a request once its load has begun, and step until everything has been reported."""
-        self.llm.llm_engine.abort_request([self.begin_load(prompt)])
-        self.settle()
+    def abort_while_loading(self, prompt, times):
+        """So many times abort a request once its load has begun, and step until everything has been reported."""
+        for _ in range(times):
+            assert self.reset_local()
+            self.llm.llm_engine.abort_request([self.begin_load(prompt)])
+            self.settle()
 
     def abort_storm(self, prompts, doomed, seed, max_tokens):
         """Begin the prompts at any time, and abort the doomed ones at any time; the tokens of those that ended."""

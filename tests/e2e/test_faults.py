@@ -7,19 +7,13 @@ import pytest
 from connector.testbed.pool import Pool
 from connector.testbed.tiny_model import write_tiny_model
 from tests.e2e.conftest import CONNECTOR, LOOKUP_DEADLINE_S
+from tests.e2e.faulty_client import MISSING, RPC_FAILED, RPC_TIMEOUT
 from tests.e2e.processes import Engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
 
 DEAD_MASTER_S = 4.0
 """What a call of Mooncake takes when no master answers: the connector does not make it."""
-
-
-@pytest.fixture
-def broken_gets(engines):
-    """Break the reader's gets until the test ends."""
-    yield lambda **fault: engines.reader.call("break_gets", fault=fault)
-    engines.reader.call("break_gets", fault=None)
 
 
 @pytest.fixture
@@ -46,45 +40,47 @@ def free_blocks(engines):
     assert engines.reader.call("free_blocks") == before
 
 
-def test_objects_removed_between_lookup_and_load_are_recomputed(engines, prompt, broken_gets, free_blocks):
+LOST_LOADS = {
+    "removed": {"do": "remove"},
+    "of another length": {"do": "truncate"},
+    "not answered": {"do": "lie", "code": RPC_TIMEOUT},
+    "refused": {"do": "fail", "code": RPC_FAILED},
+    "raising": {"do": "raise"},
+    "failing on the load thread": {"do": "fail", "code": MISSING, "thread": "kvtwin-load"},
+}
+
+
+@pytest.mark.parametrize("fault", LOST_LOADS.values(), ids=LOST_LOADS)
+def test_a_load_that_delivers_nothing_is_not_tried_again_but_recomputed(engines, prompt, faults, free_blocks, fault):
+    """Case S12, and what else can become of a promise between lookup and load."""
     tokens = prompt(700)
     right = engines.store([tokens])["tokens"]
-    broken_gets(remove=True)
+    faults(engines.reader, {"on": "get", **fault})
     answer = engines.read([tokens])
-    assert len(engines.reader.call("take_gets")) == 1
+    gets = [key for keys in engines.reader.call("calls", operation="get") for key in keys]
+    assert len(gets) == len(set(gets)) > 0
     assert answer["computed"] == 700 + 15
     assert answer["tokens"] == right
 
 
-def test_a_load_that_fails_is_not_tried_again_but_recomputed(engines, prompt, broken_gets, free_blocks):
+def test_one_failed_block_costs_its_suffix_or_with_several_groups_the_load(engines, prompt, faults, free_blocks):
+    """Case S07, policy recompute. vLLM can be told of a failed block only when the model has one group."""
     tokens = prompt(700)
     right = engines.store([tokens])["tokens"]
-    broken_gets(outcome="timeout")
-    answer = engines.read([tokens])
-    assert len(engines.reader.call("take_gets")) == 1
-    assert answer["computed"] == 700 + 15
-    assert answer["tokens"] == right
+    for group in range(engines.num_groups):
+        faults(engines.reader, {"on": "get", "do": "fail", "code": MISSING, "group": group, "keys": [1]})
+        answer = engines.read([tokens])
+        assert answer["computed"] - 15 == (700 - 1 * 32 if engines.num_groups == 1 else 700)
+        assert answer["tokens"] == right
 
 
-def test_one_failed_block_costs_its_suffix_or_with_several_groups_the_load(engines, prompt, broken_gets, free_blocks):
-    """vLLM can be told of a failed block only when the model has one group."""
+def test_requests_aborted_while_they_load_end_once_and_leave_no_block_behind(engines, prompt, faults, free_blocks):
+    """Case S03: a second report would fail an assertion of vLLM's scheduler."""
     tokens = prompt(700)
     right = engines.store([tokens])["tokens"]
-    broken_gets(outcome="missing", entries=[10])
-    answer = engines.read([tokens])
-    groups = {group for get in engines.reader.call("take_gets") for group, _ in get}
-    assert answer["computed"] - 15 == (700 - 10 * 32 if len(groups) == 1 else 700)
-    assert answer["tokens"] == right
-
-
-def test_requests_aborted_while_they_load_end_once_and_leave_no_block_behind(engines, prompt, broken_gets, free_blocks):
-    tokens = prompt(700)
-    right = engines.store([tokens])["tokens"]
-    broken_gets(delay_s=0.02)
-    for _ in range(20):
-        assert engines.reader.call("reset_local")
-        engines.reader.call("abort_while_loading", prompt=tokens)
-    broken_gets()
+    faults(engines.reader, {"on": "get", "do": "delay", "seconds": 0.01})
+    engines.reader.call("abort_while_loading", prompt=tokens, times=100)
+    faults(engines.reader)
     answer = engines.read([tokens])
     assert (answer["cached"], answer["tokens"]) == ([672], right)
 
@@ -130,17 +126,17 @@ def test_a_frozen_master_delays_the_first_requests_by_the_lookup_s_deadline_and_
     assert resumes_hitting(lambda: engines.read(prompts[:1]))["tokens"] == right[:1]
 
 
-def test_the_death_of_who_holds_the_bytes_costs_a_failed_load(engines, prompt, broken_gets, free_blocks):
+def test_the_death_of_who_holds_the_bytes_costs_a_failed_load(engines, prompt, faults, free_blocks):
     """For some seconds the master still says that the objects exist."""
     tokens = prompt(700)
     right = engines.store([tokens])["tokens"]
-    broken_gets()
+    faults(engines.reader)
     engines.pool.owner.kill()
     try:
         start = time.monotonic()
         answer = engines.read([tokens])
         assert time.monotonic() - start < 20.0  # about 1 s on an idle machine
-        assert len(engines.reader.call("take_gets")) == 1
+        assert len(engines.reader.call("calls", operation="get")) == 1  # none begins after one that lost the pool
         assert (answer["computed"], answer["tokens"]) == (700 + 15, right)
     finally:
         engines.pool.lend()

@@ -94,7 +94,7 @@ def test_the_subscriber_knows_what_is_in_the_pool_and_where_it_belongs(heard, po
     assert max(prefixes) == [700 // BLOCK, 520 // BLOCK, 320 // BLOCK, 0]  # of the group that keeps all
 
 
-def test_what_an_engine_finds_gone_is_taken_back(heard, pool, prompt):
+def test_what_an_engine_finds_gone_is_taken_back(heard, pool, prompt, faults):
     """The object goes between the answer of the lookup and the get."""
     engine, subscriber, _ = heard
     tokens = prompt(700)
@@ -103,10 +103,10 @@ def test_what_an_engine_finds_gone_is_taken_back(heard, pool, prompt):
     subscriber.hear()
     subscriber.removed.clear()
     assert engine.call("reset_local")
-    engine.call("break_gets", fault={"remove": True, "entries": [0]})
+    faults(engine, {"on": "get", "do": "remove", "keys": [0]})
     engine.generate([tokens], 1)
     engine.call("settle")
-    engine.call("break_gets", fault=None)
+    faults(engine)
     subscriber.hear()
     assert len(subscriber.removed) == 1
     assert subscriber.removed[0] in object_names(pool), "computed, stored and told again"

@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+from tests.e2e.faulty_client import MISSING
+
 pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
 
 
@@ -27,7 +29,7 @@ def stored_bytes(pool, keys):
         return sum(client.get_size(key) for key in keys)
 
 
-def test_a_store_and_a_hit_in_numbers(engines, prompt):
+def test_a_store_and_a_hit_in_numbers(engines, prompt, faults):
     tokens, before = prompt(700), set(engines.pool.master.stored_keys())
     watch = Watch(engines.writer)
     engines.store([tokens], max_tokens=1)
@@ -49,9 +51,9 @@ def test_a_store_and_a_hit_in_numbers(engines, prompt):
     }
 
     watch = Watch(engines.reader)
-    engines.reader.call("break_gets", fault=None)  # from here on the keys of gets are recorded
+    faults(engines.reader)  # calls are counted from here
     assert engines.read([tokens], max_tokens=1)["cached"] == [672]
-    (gets,) = engines.reader.call("take_gets")
+    gets = [key for keys in engines.reader.call("calls", operation="get") for key in keys]
     read = watch.changes()
     asked = read.pop("keys_total{lookup,ok}")
     assert asked >= len(gets) >= 21
@@ -75,17 +77,14 @@ def test_a_local_hit_is_none_of_the_pool(engines, prompt):
     assert watch.changes() == {"prompt_tokens_total{local}": 672, "prompt_tokens_total{computed}": 28}
 
 
-def test_what_fails_is_counted_by_its_reason(engines, prompt):
+def test_what_fails_is_counted_by_its_reason(engines, prompt, faults):
     tokens = prompt(700)
     engines.store([tokens], max_tokens=1)
     watch = Watch(engines.reader)
-    engines.reader.call("break_gets", fault={"outcome": "timeout", "entries": [0, 1]})
-    try:
-        engines.read([tokens], max_tokens=1)
-    finally:
-        engines.reader.call("break_gets", fault=None)
+    faults(engines.reader, {"on": "get", "do": "fail", "code": MISSING, "keys": [0, 1]})
+    engines.read([tokens], max_tokens=1)
     failed = watch.changes()
-    assert failed["keys_total{load,timeout}"] == 2
+    assert failed["keys_total{load,missing}"] == 2
     assert failed["late_misses_total{}"] == 2
     assert failed["prompt_tokens_total{computed}"] == 700
     assert "prompt_tokens_total{pool}" not in failed

@@ -13,19 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
 BLOCK = 32
 
 
-@pytest.fixture
-def puts(engines):
-    """`hold()` lets none of the writer's puts go on until `release()`, which the test's end calls too."""
-
-    class Puts:
-        def hold(self):
-            engines.writer.call("break_puts", fault={"hold": True})
-
-        def release(self):
-            engines.writer.call("break_puts", fault=None)
-
-    yield Puts()
-    Puts().release()
+HELD_PUTS = {"on": "put", "do": "hold"}
 
 
 def test_a_conversation_that_moves_between_engines(engines, prompt):
@@ -63,12 +51,12 @@ def test_aborts_at_any_time_leave_nothing_behind(engines, prompt):
     assert num_aborted > 0
 
 
-def test_a_reset_fails_while_stores_read_blocks_and_succeeds_after(engines, prompt, puts):
+def test_a_reset_fails_while_stores_read_blocks_and_succeeds_after(engines, prompt, faults):
     tokens = prompt(700)
-    puts.hold()
+    faults(engines.writer, HELD_PUTS)
     right = engines.writer.generate([tokens])["tokens"]
     assert not engines.writer.call("reset_local")
-    puts.release()
+    faults(engines.writer)
     engines.writer.call("settle")
     assert engines.writer.call("reset_local")
     hit = engines.read([tokens])
@@ -82,8 +70,8 @@ def test_requests_whose_blocks_are_taken_away_start_over(engines, prompt, after_
     assert tokens == right
 
 
-def test_requests_go_on_when_a_store_keeps_their_blocks_from_being_taken_away(engines, prompt, puts):
-    puts.hold()
+def test_requests_go_on_when_a_store_keeps_their_blocks_from_being_taken_away(engines, prompt, faults):
+    faults(engines.writer, HELD_PUTS)
     worked, tokens, right = taken_away(engines, prompt, 20, quiet=False)
     assert not worked
     assert tokens == right
@@ -132,18 +120,16 @@ def test_a_full_pool_rejects_stores_and_takes_later_ones(engines, cramped, promp
         assert time.monotonic() < deadline
 
 
-def test_what_is_evicted_while_its_load_waits_is_recomputed(cramped, prompt):
+def test_what_is_evicted_while_its_load_waits_is_recomputed(cramped, prompt, faults):
     tokens = prompt(700)
     right = cramped.generate([tokens])["tokens"][0]
     stored, free_blocks = set(cramped.pool.master.stored_keys()), cramped.engine.call("free_blocks")
     assert cramped.engine.call("reset_local")
     before = outcomes(cramped, "load")
-    cramped.engine.call("break_gets", fault={"hold": True})
-    try:
-        request_id = cramped.engine.call("begin_load", prompt=tokens)
-        cramped.pool.evict(stored)
-    finally:
-        cramped.engine.call("break_gets", fault=None)
+    faults(cramped.engine, {"on": "get", "do": "hold"})
+    request_id = cramped.engine.call("begin_load", prompt=tokens)
+    cramped.pool.evict(stored)
+    faults(cramped.engine)
     assert cramped.engine.call("finish", request_id=request_id) == right
     cramped.engine.call("settle")
     assert set(outcomes(cramped, "load") - before) == {"missing"}
