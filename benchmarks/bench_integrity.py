@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from kvconnector.config import PoolConfig
+from kvconnector.pool_config import PoolConfig
 from kvconnector.seal import Seal, SealedStore, checksum, keyed
 from kvconnector.store import MooncakeStore, Pieces, PoolStore
 

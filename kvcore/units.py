@@ -1,5 +1,6 @@
 """Named roundings and unit constants. State is integer; nothing here returns a float."""
 
+NS_PER_US = 1_000
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 

@@ -9,18 +9,22 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from kvconnector.announcement import announcement
-from kvconnector.config import PATIENCE, ConnectorConfig, KeyNames, LoadFailure, PoolConfig, read_config
+from kvconnector.config import ConnectorConfig, KeyNames, LoadFailure, read_config
 from kvconnector.control import ControlFile
+from kvconnector.device_memory import DeviceMemory
 from kvconnector.events import PoolEvents
 from kvconnector.guard import GuardedStore
 from kvconnector.keys import InTreeFormat, KeyFormat, KeySpace, OwnFormat, require_in_tree
 from kvconnector.metadata import StepMetadata, WorkerReport
 from kvconnector.metrics import BREAKER, BREAKER_LEVEL, CONTROL_REFUSED, MAX_PINNED, SWITCHED_OFF, UNRECORDED, Numbers
 from kvconnector.plugin import register
+from kvconnector.pool_config import MemoryPool, PoolConfig
+from kvconnector.pool_policy import make_planner, make_policy
 from kvconnector.record import Origin, Recorder
 from kvconnector.scheduler import SchedulerHalf
 from kvconnector.seal import Seal, SealedStore, require_final_blocks, seal_of
@@ -34,6 +38,7 @@ from kvconnector.vllm_compat import (
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
+    block_bytes,
     describe_hashes,
     describe_model,
     get_ip,
@@ -45,19 +50,18 @@ from kvconnector.vllm_compat import (
     publishes_events,
     rank_of,
     require_memory_that_stays,
+    require_one_allocator,
     shardings,
+    worker_name,
 )
 from kvconnector.worker import WorkerHalf
 from kvcore.access import Access, Switch
-from kvcore.admission import AdmitNone
 from kvcore.breaker import Breaker, BreakerState
 from kvcore.errors import InvalidArgument
 from kvcore.keys import Namespace, namespace_digest
-from kvcore.planner import Planner
-from kvcore.plans import PoolPolicy, storing_blocks
 from kvcore.ports import StoreOutcome
 from kvcore.spec import ModelSpec
-from kvcore.units import NS_PER_MS, NS_PER_S
+from kvcore.units import NS_PER_S
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
 
@@ -91,6 +95,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._recorder: Recorder | None = None
         self._control: ControlFile | None = None
+        self._device_memory: DeviceMemory | None = None
         self._own_namespace: Namespace | None = None
         transfer = vllm_config.kv_transfer_config
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_role)
@@ -104,7 +109,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         cuts = shardings(vllm_config, kv_cache_config)
         names = _key_format(config, seal, model, vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            store = MooncakeStore(pool.lookup_only(), clock, text=names.text)
+            store = MooncakeStore(pool.lookup_only(), clock, text=names.text, group=names.group)
             self._store = GuardedStore(store, Breaker(config.breaker), clock, role.name.lower())
             self._lookups = LookupThread(self._store, clock)
             unit = hash_block_size(vllm_config, kv_cache_config)
@@ -112,8 +117,9 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info(announcement(config, keys, model, describe_hashes(vllm_config)))
             if has_private_hashes(vllm_config):
                 logger.warning(PRIVATE_HASHES)
-            policy = _policy(config, kv_cache_config.num_blocks)
-            self._scheduler = SchedulerHalf(Planner(model), policy, keys, self._lookups, clock)
+            planner = make_planner(config, model)
+            policy = make_policy(config, planner, kv_cache_config.num_blocks, block_bytes(kv_cache_config))
+            self._scheduler = SchedulerHalf(planner, policy, keys, self._lookups, clock)
             self._scheduler.access = self._access
             if publishes_events(vllm_config):
                 self._scheduler.events = PoolEvents(model, unit, kv_cache_config)
@@ -127,7 +133,11 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
                 self._recorder.on_dropped = partial(self._tally.add, UNRECORDED.of(), 1)
                 self._scheduler.record = self._recorder.record
         else:
-            store = MooncakeStore(pool, clock, text=names.text)
+            if pool.memory_pool is not MemoryPool.NONE:
+                require_one_allocator(vllm_config)
+                self._device_memory = DeviceMemory(pool.memory_pool)
+            pool = pool.of_worker(worker_name(vllm_config))
+            store = MooncakeStore(pool, clock, text=names.text, group=names.group)
             self._store = GuardedStore(store, Breaker(config.breaker), clock, role.name.lower())
             memory = self._store if seal is None else SealedStore(self._store, seal)
             self._worker = WorkerHalf(config, memory, clock, rank_of(vllm_config), model, names.layouts, cuts)
@@ -216,6 +226,10 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("kvtwin: namespace %s was not emptied, its objects age out: %s", namespace, outcome.value)
 
     # -- worker ------------------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
+        """In which the engine allocates the KV cache; None for its own."""
+        return None if self._device_memory is None else self._device_memory.context()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """See `WorkerHalf.register_kv_caches`."""
@@ -315,16 +329,6 @@ def _set_load_failure_policy(transfer: Any, wanted: LoadFailure) -> None:
         expected = '"recompute", as kv_load_failure_policy says, or neither of the two settings'
         raise InvalidArgument("on_load_failure", wanted.value, expected)
     transfer.kv_load_failure_policy = wanted.value
-
-
-def _policy(config: ConnectorConfig, num_gpu_blocks: int) -> PoolPolicy:
-    return PoolPolicy(
-        lookup_deadline_ns=config.lookup_deadline_ms * NS_PER_MS,
-        offer_ttl_ns=config.offer_ttl_ms * NS_PER_MS,
-        max_load_attempts=PATIENCE.max_load_attempts if config.loads else 0,
-        max_storing_blocks=storing_blocks(config.max_storing_share, num_gpu_blocks),
-        admission=PATIENCE.admission if config.stores else AdmitNone(),
-    )
 
 
 def _key_format(

@@ -38,6 +38,11 @@ class KeySpace:
         return self.cuts[group].num_shards if self.cuts else self.num_ranks
 
 
+def format_group(key: BlockKey) -> str:
+    """What ranks and groups store of the same tokens has one name: without any part of it the rest is of less use."""
+    return f"kvtwin:{key.namespace}-{key.block_hash.hex()}"
+
+
 class KeyFormat(Protocol):
     """What engines that share a pool have in common; keys stay `BlockKey` until `text`."""
 
@@ -47,6 +52,9 @@ class KeyFormat(Protocol):
 
     def text(self, key: BlockKey) -> str:
         """The name of the object; different keys give different names."""
+
+    def group(self, key: BlockKey) -> str:
+        """The name of what is leased and evicted together, where that is wanted."""
 
     def layouts(
         self, views: Mapping[str, Sequence[CacheView]], groups: Sequence[Sequence[str]], num_blocks: int
@@ -63,6 +71,10 @@ class OwnFormat:
     def text(self, key: BlockKey) -> str:
         """See `kvcore.keys.format_key`."""
         return format_key(key)
+
+    def group(self, key: BlockKey) -> str:
+        """See `format_group`."""
+        return format_group(key)
 
     def layouts(
         self, views: Mapping[str, Sequence[CacheView]], groups: Sequence[Sequence[str]], num_blocks: int
@@ -103,6 +115,11 @@ class InTreeFormat:
         namespace, group, shard, block_hash = key
         name = f"{self._names[group][shard]}@{block_hash.hex()}"
         return f"{namespace}@{name}" if namespace else name
+
+    def group(self, key: BlockKey) -> str:
+        """`vllm-mooncake-store:PREFIX@MODEL@HASH`, without `PREFIX@` when that is empty."""
+        prefix = f"{key.namespace}@" if key.namespace else ""
+        return f"vllm-mooncake-store:{prefix}{self.model_name}@{key.block_hash.hex()}"
 
     def layouts(
         self, views: Mapping[str, Sequence[CacheView]], groups: Sequence[Sequence[str]], num_blocks: int

@@ -6,10 +6,11 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvconnector.config import PoolConfig
-from kvcore.errors import InvalidArgument
+from kvconnector.pool_config import PoolConfig
+from kvcore.errors import InvalidArgument, require
 from kvcore.ports import Clock, StoreOutcome
 from kvcore.units import NS_PER_MS
 
@@ -23,8 +24,8 @@ PROBE_TIMEOUT_S = 0.2
 LOST = frozenset((StoreOutcome.UNAVAILABLE, StoreOutcome.TIMEOUT))
 """What a key ends with when nobody has answered for it."""
 
-ClientCall: TypeAlias = Callable[[Any, list[str]], list[StoreOutcome]]
-"""Given Mooncake's client and the keys' names: one outcome per name."""
+ClientCall: TypeAlias = Callable[[Any], list[StoreOutcome]]
+"""Given Mooncake's client: one outcome per key."""
 
 # Read by Mooncake when a client is made. `setup` holds the interpreter lock, and would retry for 90 s. A holder that
 # says nothing is given up after 30 s a piece, 4 pieces at a time; with these a call on one takes 9 s.
@@ -39,12 +40,17 @@ _NEVER_NS = 1 << 62
 
 
 class Link:
-    """One client of Mooncake's: probed before use when the last call failed, made anew after `leave`."""
+    """One client of Mooncake's: probed before use when the last call failed, made anew after `leave`.
 
-    def __init__(self, config: PoolConfig, clock: Clock, new_client: Callable[[], Any]) -> None:
+    `library` is `mooncake.store`, or what stands in for it. Raises InvalidArgument for a setting that it does not know.
+    """
+
+    def __init__(self, config: PoolConfig, clock: Clock, library: Any) -> None:
+        _require_known(config, library)
+        _make_folder(config.ssd_path)
         self._config = config
         self._clock = clock
-        self._new_client = new_client
+        self._new_client: Callable[[], Any] = library.MooncakeDistributedStore
         self._lock = threading.Condition()
         self._num_calls = 0
         self._leaving = False
@@ -60,19 +66,19 @@ class Link:
             if self._client is not None:
                 self._register(self._client, address, size_bytes)
 
-    def run(self, names: list[str], call: ClientCall) -> list[StoreOutcome]:
-        """The call's outcomes; UNAVAILABLE for every name without a master, or when the call raises."""
-        if not names:
+    def run(self, num_keys: int, call: ClientCall) -> list[StoreOutcome]:
+        """The call's outcomes; UNAVAILABLE for each of its keys without a master, or when the call raises."""
+        if not num_keys:
             return []
         outcomes: list[StoreOutcome] = []
         try:
             with self._calling() as client:
                 if client is not None:
-                    outcomes = call(client, names)
+                    outcomes = call(client)
         except Exception:
             logger.exception("Mooncake call failed")
-        if len(outcomes) != len(names):
-            outcomes = [StoreOutcome.UNAVAILABLE] * len(names)
+        if len(outcomes) != num_keys:
+            outcomes = [StoreOutcome.UNAVAILABLE] * num_keys
         if LOST & set(outcomes):
             self._suspect = True
         return outcomes
@@ -155,7 +161,6 @@ def setup(client: Any, config: PoolConfig) -> int:
     """Have Mooncake's client join the store; its code, 0 when that succeeded."""
     for name, value in {**_MOONCAKE_SETTINGS, "MC_RPC_TIMEOUT_MS": str(config.rpc_timeout_ms)}.items():
         os.environ.setdefault(name, value)
-    tenant = {} if config.tenant_id == "default" else {"tenant_id": config.tenant_id}
     code: int = client.setup(
         config.local_hostname,
         config.metadata_server,
@@ -164,20 +169,44 @@ def setup(client: Any, config: PoolConfig) -> int:
         config.protocol,
         config.device_name,
         config.master_server_address,
-        **tenant,
+        **_options(config),
     )
     return code
 
 
-def mooncake_client() -> Callable[[], Any]:
-    """Makes clients of Mooncake's, which have yet to join. Raises InvalidArgument where there is no Mooncake."""
+def mooncake_library() -> Any:
+    """`mooncake.store`. Raises InvalidArgument where there is no Mooncake."""
     try:
-        from mooncake.store import MooncakeDistributedStore  # late: it loads RDMA libraries
+        import mooncake.store  # late: it loads RDMA libraries
     except ImportError as error:
         expected = f"Mooncake, which cannot be imported ({error}): pip install 'kvtwin[connector]', and libibverbs1"
         raise InvalidArgument("kv_connector", "KVTwinConnector", expected) from error
-    new_client: Callable[[], Any] = MooncakeDistributedStore
-    return new_client
+    return mooncake.store
+
+
+def _options(config: PoolConfig) -> dict[str, object]:
+    """Of `setup`, beyond what every Mooncake has."""
+    options: dict[str, object] = {} if config.tenant_id == "default" else {"tenant_id": config.tenant_id}
+    ssd = {"enable_ssd_offload": True, "ssd_offload_path": config.ssd_path}
+    return options | ssd if config.ssd_path else options
+
+
+def _require_known(config: PoolConfig, library: Any) -> None:
+    for option, value in _options(config).items():
+        expected = f"a Mooncake whose setup takes {option}, as that of 0.3.13 does: upgrade it, or leave this out"
+        # A bound function's arguments are in its docstring, and nowhere else.
+        require(option in library.MooncakeDistributedStore.setup.__doc__, option, value, expected)
+    config.replication.require_known_to(library)
+
+
+def _make_folder(path: str) -> None:
+    """Only the last part of it: a disk that is not mounted shall be noticed, and not be written beside."""
+    try:
+        if path:
+            Path(path).mkdir(exist_ok=True)
+    except OSError as error:
+        expected = f"a folder that is there, and in which each worker can make its own ({error})"
+        raise InvalidArgument("ssd_offload_path", str(Path(path).parent), expected) from error
 
 
 def _answers(address: str) -> bool:

@@ -21,7 +21,7 @@ from urllib.parse import quote
 from urllib.request import urlopen
 
 from kvconnector.config import KeyNames, read_config
-from kvconnector.link import mooncake_client, setup
+from kvconnector.link import mooncake_library, setup
 from kvcore.errors import InvalidArgument
 from kvcore.keys import parse_key
 
@@ -179,7 +179,7 @@ def _remove(admin: Admin, namespace: str, is_sure: Callable[[str], bool]) -> int
         print("nothing was removed", file=sys.stderr)
         return REFUSED
     pool = read_config({}, "kv_both").pool.lookup_only()
-    client = mooncake_client()()
+    client = mooncake_library().MooncakeDistributedStore()
     if code := setup(client, replace(pool, local_hostname=pool.local_hostname or "localhost")):
         print(f"the master {pool.master_server_address} does not let us in (code {code})", file=sys.stderr)
         return REFUSED

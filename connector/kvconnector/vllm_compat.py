@@ -54,6 +54,7 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
+    "block_bytes",
     "describe_hashes",
     "describe_model",
     "event_extra_keys",
@@ -68,7 +69,9 @@ __all__ = [
     "publishes_events",
     "rank_of",
     "require_memory_that_stays",
+    "require_one_allocator",
     "shardings",
+    "worker_name",
 ]
 
 _KV_HEADS = re.compile("kv_head|key_value_head|query_group|attention_group|heads_in_group")
@@ -214,6 +217,28 @@ def require_memory_that_stays(vllm_config: Any) -> None:
     """
     sleeps = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
     require(not sleeps, "enable_sleep_mode", sleeps, "False: the KV cache's memory is registered with the pool")
+
+
+def require_one_allocator(vllm_config: Any) -> None:
+    """Raises InvalidArgument where the KV cache is to come from another allocator already."""
+    own = bool(getattr(vllm_config.model_config, "enable_cumem_allocator", False))
+    require(not own, "enable_cumem_allocator", own, "False with custom_mem_pool, which allocates the KV cache itself")
+
+
+def block_bytes(kv_cache_config: Any) -> tuple[int, ...]:
+    """Per group, what a block takes on one rank."""
+    return tuple(map(_block_bytes, kv_cache_config.kv_cache_groups))
+
+
+def _block_bytes(group: Any) -> int:
+    sizes_bytes = [int(spec.page_size_bytes) for spec in iter_layer_specs(group.kv_cache_spec)]
+    return sum(sizes_bytes) if len(sizes_bytes) > 1 else sizes_bytes[0] * len(group.layer_names)
+
+
+def worker_name(vllm_config: Any) -> str:
+    """Of this worker among those of all data parallel engines; fit for a file name."""
+    parallel = vllm_config.parallel_config
+    return f"engine{parallel.data_parallel_index}-rank{parallel.rank}"
 
 
 def rank_of(vllm_config: Any) -> int:

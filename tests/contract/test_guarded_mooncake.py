@@ -67,9 +67,9 @@ class Side:
 
 
 def make_side(master, namespace, half):
-    from kvconnector.config import PoolConfig
     from kvconnector.guard import GuardedStore
     from kvconnector.keys import KeySpace
+    from kvconnector.pool_config import PoolConfig
     from kvconnector.scheduler import SchedulerHalf
     from kvconnector.store import MooncakeStore
     from kvconnector.transfer import LookupThread

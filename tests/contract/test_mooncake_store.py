@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from kvconnector.config import PoolConfig
+from kvconnector.pool_config import PoolConfig
 from kvconnector.store import MooncakeStore
 
 from connector.testbed.processes import Master, SegmentOwner

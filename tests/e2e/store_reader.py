@@ -14,7 +14,7 @@ PIECES = 16
 
 
 def read_as_the_connector(master, names, buffers):
-    from kvconnector.config import PoolConfig
+    from kvconnector.pool_config import PoolConfig
     from kvconnector.store import MooncakeStore
 
     from kvcore.keys import BlockHash, BlockKey, Namespace

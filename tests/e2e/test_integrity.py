@@ -5,8 +5,9 @@ import os
 from dataclasses import dataclass
 
 import pytest
-from kvconnector.config import ConnectorConfig, Integrity, PoolConfig
+from kvconnector.config import ConnectorConfig, Integrity
 from kvconnector.jobs import Ended, LoadJob, StoreJob
+from kvconnector.pool_config import PoolConfig
 from kvconnector.seal import TRAILER_BYTES, SealedStore, seal_of
 from kvconnector.store import MooncakeStore
 

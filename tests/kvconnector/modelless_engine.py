@@ -17,8 +17,9 @@ from types import SimpleNamespace
 import torch
 from kvconnector import connector as connector_module
 from kvconnector import worker as worker_module
-from kvconnector.config import ConnectorConfig, PoolConfig
+from kvconnector.config import ConnectorConfig
 from kvconnector.jobs import Ended
+from kvconnector.pool_config import PoolConfig
 from kvconnector.vllm_compat import describe_model, shardings
 from kvconnector.worker import WorkerHalf
 from vllm import SamplingParams
@@ -132,7 +133,7 @@ class Thread:
 def without_threads(monkeypatch):
     """Every connector made from here on has no thread and no Mooncake."""
     store = SimpleNamespace(join=lambda deadline_ns: False, access=ALL_ACCESS, state=BreakerState.CLOSED)
-    monkeypatch.setattr(connector_module, "MooncakeStore", lambda config, clock, text: None)
+    monkeypatch.setattr(connector_module, "MooncakeStore", lambda config, clock, text, group: None)
     monkeypatch.setattr(connector_module, "GuardedStore", lambda mooncake, breaker, clock, half: store)
     monkeypatch.setattr(connector_module, "LookupThread", Lookups)
     monkeypatch.setattr(worker_module, "TransferThread", Thread)

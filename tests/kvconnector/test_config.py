@@ -1,9 +1,12 @@
 """Settings: where each value comes from, and that nothing misspelt or malformed passes."""
 
 import json
+from dataclasses import replace
 
 import pytest
-from kvconnector.config import ConnectorConfig, Integrity, LoadFailure, PoolConfig, read_config
+from kvconnector.config import ConnectorConfig, Integrity, LoadFailure, read_config
+from kvconnector.pool_config import MemoryPool, PoolConfig
+from kvconnector.replication import Replication
 
 from kvcore.breaker import Tolerance
 from kvcore.errors import InvalidArgument
@@ -36,6 +39,12 @@ def test_mooncake_s_file_is_enough(tmp_path):
     assert pool == PoolConfig("10.0.0.1:50051", global_segment_bytes=4 << 30, local_buffer_bytes=1 << 26)
 
 
+def test_what_mooncake_s_file_leaves_open_is_not_set(tmp_path):
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({**MASTER, "device_name": None, "tenant_id": None, "ssd_offload_path": None}))
+    assert read_config({}, "kv_both", {"MOONCAKE_CONFIG_PATH": str(path)}).pool == PoolConfig("10.0.0.1:50051")
+
+
 def test_the_file_does_not_set_what_is_not_mooncake_s(tmp_path):
     path = tmp_path / "mooncake.json"
     path.write_text(json.dumps({"offer_ttl_ms": 9, "namespace": {"a": "b"}}))
@@ -54,7 +63,7 @@ def test_sizes(text, size_bytes):
     ("extra", "message"),
     [
         ({"lookup_deadline": 50}, "did you mean lookup_deadline_ms"),
-        ({"zzz": 1}, "one of .*cache_prefix, .*device_name, global_segment_size"),
+        ({"zzz": 1}, "one of .*cache_prefix, .*device_name, .*global_segment_size"),
         ({"lookup_deadline_ms": "50"}, "integer >= 1"),
         ({"lookup_deadline_ms": 0}, "integer >= 1"),
         ({"offer_ttl_ms": True}, "integer >= 1"),
@@ -114,6 +123,82 @@ def test_a_failed_load_is_recomputed_unless_the_user_wants_an_error():
     assert read({"on_load_failure": "fail"}).on_load_failure is LoadFailure.FAIL
     with pytest.raises(InvalidArgument, match="one of recompute, fail"):
         read({"on_load_failure": "retry"})
+
+
+# -- transport ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "changed"),
+    [
+        ({"device_name": "mlx5_0, mlx5_1"}, {"device_name": "mlx5_0,mlx5_1"}),
+        ({"device_name": ["mlx5_0", "mlx5_1"]}, {"device_name": "mlx5_0,mlx5_1"}),
+        ({"tenant_id": " "}, {"tenant_id": "default"}),
+        ({"mode": "standalone-store"}, {}),
+        ({"mode": "embedded"}, {"global_segment_bytes": 4 << 30}),
+        ({"mode": "embedded", "global_segment_size": "1GB"}, {"global_segment_bytes": 1 << 30}),
+        ({"transfer_size": "64MB"}, {"transfer_bytes": 64 << 20}),
+        ({"custom_mem_pool": "NVLINK"}, {"memory_pool": MemoryPool.NVLINK}),
+        ({"custom_mem_pool": "barex"}, {"memory_pool": MemoryPool.BAREX}),
+        ({"replica_num": 2}, {"replication": Replication(2)}),
+        ({"preferred_segment": "a:1"}, {"replication": Replication(preferred_segments=("a:1",))}),
+        ({"preferred_segment": ["a:1", "b:2"]}, {"replication": Replication(preferred_segments=("a:1", "b:2"))}),
+        ({"soft_pin": True}, {"replication": Replication(soft_pin=True)}),
+        ({"soft_pin": True, "soft_pin_ttl_ms": 5}, {"replication": Replication(soft_pin=True, soft_pin_ttl_ms=5)}),
+        ({"enable_group_semantics": "True"}, {"replication": Replication(grouped=True)}),
+        (
+            {"enable_ssd_offload": True, "ssd_offload_path": "/ssd/", "global_segment_size": 9},
+            {"ssd_path": "/ssd", "global_segment_bytes": 9},
+        ),
+        ({"ssd_offload_path": "/ssd"}, {}),
+    ],
+)
+def test_what_mooncake_is_told(extra, changed):
+    assert read(extra).pool == replace(PoolConfig("10.0.0.1:50051"), **changed)
+
+
+def test_mooncake_s_variables_and_file_say_the_same(tmp_path):
+    path = tmp_path / "mooncake.json"
+    path.write_text(json.dumps({**MASTER, "mode": "embedded", "enable_ssd_offload": True}))
+    environment = {
+        "MOONCAKE_CONFIG_PATH": str(path),
+        "MOONCAKE_PREFERRED_SEGMENT": "a:1",
+        "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": "/ssd",
+    }
+    pool = read_config({}, "kv_both", environment).pool
+    assert (pool.global_segment_bytes, pool.ssd_path) == (4 << 30, "/ssd")
+    assert pool.replication == Replication(preferred_segments=("a:1",))
+    assert read_config({}, "kv_both", environment | {"MOONCAKE_OFFLOAD_ENABLED": "false"}).pool.ssd_path == ""
+
+
+def test_each_worker_has_a_folder_of_its_own():
+    pool = read({"enable_ssd_offload": True, "ssd_offload_path": "/ssd", "global_segment_size": 9}).pool
+    assert pool.of_worker("engine0-rank1").ssd_path == "/ssd/engine0-rank1"
+    assert pool.lookup_only().ssd_path == ""
+    assert read().pool.of_worker("engine0-rank1") == read().pool
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"device_name": 5}, "device_name = 5: expected a name, or a list of names"),
+        ({"device_name": ["mlx5_0", 1]}, "device_name.*a list of names"),
+        ({"mode": "both"}, "mode = 'both': expected one of embedded, standalone-store"),
+        ({"mode": "embedded", "global_segment_size": 0}, "global_segment_size = 0.*standalone-store"),
+        ({"mode": "standalone-store", "global_segment_size": 1}, "global_segment_size = 1.*embedded"),
+        ({"custom_mem_pool": "cuda"}, "custom_mem_pool = 'cuda': expected one of , nvlink, barex"),
+        ({"replica_num": 0}, "replica_num = 0"),
+        ({"soft_pin": "perhaps"}, "soft_pin = 'perhaps': expected true or false"),
+        ({"soft_pin_ttl_ms": 5}, "soft_pin_ttl_ms = 5: expected nothing but with soft_pin true"),
+        ({"soft_pin": True, "soft_pin_ttl_ms": 0}, "soft_pin_ttl_ms = 0"),
+        ({"enable_ssd_offload": True, "ssd_offload_path": "/ssd"}, "enable_ssd_offload = True.*global_segment_size"),
+        ({"enable_ssd_offload": True, "global_segment_size": 9}, "ssd_offload_path = ''.*a folder"),
+        ({"transfer_size": "a lot"}, "transfer_size = 'a lot'"),
+    ],
+)
+def test_a_transport_that_cannot_be_is_refused_with_the_fix(extra, message):
+    with pytest.raises(InvalidArgument, match=message):
+        read(extra)
 
 
 # -- integrity ---------------------------------------------------------------------------------------------------------

@@ -34,12 +34,23 @@ def test_a_key_as_vllm_writes_it():
     assert names.text(key._replace(namespace=Namespace(""))) == names.text(key).removeprefix("team@")
 
 
+def test_what_ranks_and_groups_store_of_the_same_tokens_is_one_group():
+    own = OwnFormat(Namespace("ab12"))
+    in_tree = InTreeFormat(Namespace("team"), "Qwen3-8B", ((Place(0, 0, 0, 0),) * 3,) * 2)
+    for names in (own, in_tree):
+        key = BlockKey(names.namespace, GroupId(1), 2, BlockHash(b"\x01\xff"))
+        assert names.group(key) == names.group(key._replace(group=GroupId(0), rank=0))
+        others = (key._replace(block_hash=BlockHash(b"\x02")), key._replace(namespace=Namespace("x")))
+        assert names.group(key) not in map(names.group, others)
+
+
 # -- vLLM's own code ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.engine
 @given(PREFIXES, MODELS, GROUPS, st.data())
 def test_names_are_those_of_vllm_s_pool_key(prefix, model, places, data):
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import KeyMetadata, PoolKey
 
     names = InTreeFormat(Namespace(prefix), model, places)
@@ -51,6 +62,7 @@ def test_names_are_those_of_vllm_s_pool_key(prefix, model, places, data):
     key = BlockKey(names.namespace, GroupId(group), shard, block_hash)
     assert names.text(key) == PoolKey(metadata, block_hash.hex()).to_string()
     assert names.text(key._replace(block_hash=BlockHash(block_hash + b"\0"))) != names.text(key)
+    assert names.group(key) == worker._make_mooncake_group_id(metadata, names.text(key).rsplit("@", 1)[-1])
 
 
 KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec", "HiSparseHotSpec")

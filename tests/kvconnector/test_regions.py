@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvconnector.config import ConnectorConfig, PoolConfig
+from kvconnector.config import ConnectorConfig
 from kvconnector.keys import InTreeFormat, Place
 from kvconnector.layout import CacheView, group_layouts
+from kvconnector.pool_config import PoolConfig
 from kvconnector.regions import region_layouts
 
 from kvcore.errors import InvalidArgument

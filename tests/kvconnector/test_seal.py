@@ -11,7 +11,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from kvconnector import seal as seal_module
-from kvconnector.config import ConnectorConfig, Integrity, PoolConfig
+from kvconnector.config import ConnectorConfig, Integrity
+from kvconnector.pool_config import PoolConfig
 from kvconnector.seal import TRAILER_BYTES, Seal, SealedStore, checksum, keyed, require_final_blocks, seal_of
 
 from kvcore.errors import InvalidArgument

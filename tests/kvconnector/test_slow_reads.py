@@ -1,11 +1,11 @@
 """Of what took long to read, that is believed which is in the pool afterwards: the rest may be other bytes."""
 
 import pytest
-from kvconnector.config import PoolConfig
+from kvconnector.pool_config import PoolConfig
 from kvconnector.store import DOUBTFUL_NS, MooncakeStore
 
 from kvcore.units import NS_PER_MS
-from tests.kvconnector.test_store import KEY, MISSING, OK, SOON_NS, UNAVAILABLE, Client
+from tests.kvconnector.test_store import KEY, MISSING, OK, SOON_NS, UNAVAILABLE, Client, library
 from tests.kvconnector.test_store import client as client  # fixtures
 from tests.kvconnector.test_store import clock as clock
 from tests.kvconnector.test_store import master as master
@@ -35,7 +35,7 @@ def slow(clock):
 
 @pytest.fixture
 def store(master, slow, clock):
-    return MooncakeStore(PoolConfig(master), clock, lambda: slow)
+    return MooncakeStore(PoolConfig(master), clock, library(lambda: slow))
 
 
 @pytest.mark.parametrize(("there", "outcome"), [([1], OK), ([0], MISSING), ([-900], UNAVAILABLE), ([], UNAVAILABLE)])

@@ -5,12 +5,14 @@ import socket
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
-from kvconnector.config import PoolConfig
 from kvconnector.lane import Lane
 from kvconnector.link import RETRY_NS
-from kvconnector.store import ABANDONED_NS, PIECES_PER_CALL, TCP_PIECES_PER_CALL, MooncakeStore
+from kvconnector.pool_config import PoolConfig
+from kvconnector.replication import Replication
+from kvconnector.store import ABANDONED_NS, PIECES_PER_CALL, SILENCE_NS, TCP_PIECES_PER_CALL, MooncakeStore
 
 from kvcore.errors import InvalidArgument
 from kvcore.keys import BlockHash, BlockKey, Namespace
@@ -65,6 +67,11 @@ class Client:
         self.calls.append(("close",))
 
 
+def library(new_client):
+    """In place of `mooncake.store`."""
+    return SimpleNamespace(MooncakeDistributedStore=new_client)
+
+
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch):
     """What is set here for Mooncake is not meant for the tests after these."""
@@ -100,7 +107,7 @@ def clock():
 
 @pytest.fixture
 def store(master, client, clock):
-    return MooncakeStore(PoolConfig(master), clock, lambda: client)
+    return MooncakeStore(PoolConfig(master), clock, library(lambda: client))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +125,8 @@ def store(master, client, clock):
         (-800, UNAVAILABLE, UNAVAILABLE, UNAVAILABLE, UNAVAILABLE),
         (-900, UNAVAILABLE, UNAVAILABLE, UNAVAILABLE, UNAVAILABLE),
         (-901, TIMEOUT, TIMEOUT, TIMEOUT, TIMEOUT),
+        (-1700, NO_SPACE, NO_SPACE, NO_SPACE, NO_SPACE),
+        (-1701, NO_SPACE, NO_SPACE, NO_SPACE, NO_SPACE),
     ],
 )
 def test_codes(store, client, code, exists, get, put, remove):
@@ -171,7 +180,7 @@ def test_an_unreachable_master_is_left_alone_for_a_while(master, client):
     clock = HandClock()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    store = MooncakeStore(PoolConfig(f"127.0.0.1:{port}"), clock, lambda: client)
+    store = MooncakeStore(PoolConfig(f"127.0.0.1:{port}"), clock, library(lambda: client))
     client.codes = [1]
     assert store.exists([KEY], SOON_NS) == [UNAVAILABLE]
     with socket.create_server(("127.0.0.1", port)) as server:
@@ -194,7 +203,7 @@ def test_after_a_lost_call_the_master_is_probed_before_the_next(store, client):
 
 def test_a_setup_that_fails_is_tried_again_later(master, client):
     clock = HandClock()
-    store = MooncakeStore(PoolConfig(master), clock, lambda: client)
+    store = MooncakeStore(PoolConfig(master), clock, library(lambda: client))
     client.setup_code, client.codes = -1, [1]
     assert not store.join(SOON_NS)
     client.setup_code = 0
@@ -247,7 +256,7 @@ def transfers(client):
     ],
 )
 def test_a_call_has_a_bounded_number_of_pieces(master, client, clock, protocol, pieces_each, calls):
-    store = MooncakeStore(PoolConfig(master, protocol=protocol), clock, lambda: client)
+    store = MooncakeStore(PoolConfig(master, protocol=protocol), clock, library(lambda: client))
     answer_by_call(client, *[[0] * size for size in calls])
     assert store.put(*many(5, pieces_each), SOON_NS) == [OK] * 5
     assert transfers(client) == calls
@@ -255,10 +264,51 @@ def test_a_call_has_a_bounded_number_of_pieces(master, client, clock, protocol, 
     assert moved == [address for pieces in many(5, pieces_each)[1] for address, _ in pieces]
 
 
-def test_after_a_call_that_lost_the_pool_the_rest_is_not_begun(store, client):
-    answer_by_call(client, [0, -200], [0, -800], [0])
+@pytest.mark.parametrize(
+    ("transfer_bytes", "calls"),
+    [(1 << 20, [5]), (2 * (96 << 10) + 4 * 4_096, [2, 2, 1]), (2 * (96 << 10), [1] * 5), (1, [1] * 5)],
+)
+def test_a_call_moves_no_more_than_fits_where_ssd_is_read_into(master, client, clock, transfer_bytes, calls):
+    """Each of three times 32 KiB, read into whole pages and two more; what does not fit at all is tried alone."""
+    store = MooncakeStore(PoolConfig(master, transfer_bytes=transfer_bytes), clock, library(lambda: client))
+    answer_by_call(client, *[[96 << 10] * size for size in calls], *[[0] * size for size in calls])
+    keys, _ = many(5, 1)
+    buffers = [[(1 + number, 32 << 10), (9, 32 << 10), (17, 32 << 10)] for number in range(5)]
+    assert store.get(keys, buffers, SOON_NS) == [OK] * 5
+    assert store.put(keys, buffers, SOON_NS) == [OK] * 5
+    assert transfers(client) == calls * 2
+
+
+def test_outcomes_of_several_calls_keep_the_order_of_the_keys(master, client, clock):
+    store = MooncakeStore(PoolConfig(master, transfer_bytes=1), clock, library(lambda: client))
+    answer_by_call(client, [1], [-704], [0], [-800], [1], [])
+    keys, buffers = many(6, 1)
+    assert store.get(keys, buffers, SOON_NS) == [OK, MISSING, BAD_LENGTH, UNAVAILABLE, OK, UNAVAILABLE]
+    assert [call[1] for call in client.calls if call[0] == "get"] == [[f"n-g0-r0-{number:02x}"] for number in range(6)]
+
+
+def test_what_a_call_loses_at_once_is_all_that_is_lost(store, client):
+    answer_by_call(client, [0, -200], [-800, -800], [], [0])
+    outcomes = store.put(*many(7, TCP_PIECES_PER_CALL // 2), SOON_NS)
+    assert outcomes == [OK, NO_SPACE, *[UNAVAILABLE] * 4, OK]
+    assert transfers(client) == [2, 2, 2, 1]
+
+
+def test_after_a_call_that_waited_in_vain_the_rest_is_not_begun(store, client, clock):
+    def silent():
+        clock.time_ns += SILENCE_NS
+        return [0, -800]
+
+    answer_by_call(client, [0, -200], silent, [0])
     outcomes = store.put(*many(5, TCP_PIECES_PER_CALL // 2), SOON_NS)
     assert (outcomes, transfers(client)) == ([OK, NO_SPACE, OK, UNAVAILABLE, UNAVAILABLE], [2, 2])
+
+
+def test_a_master_that_dies_meanwhile_is_not_waited_for_again(store, client, monkeypatch):
+    answer_by_call(client, [0], [-900], [0])
+    monkeypatch.setattr("kvconnector.link._answers", lambda address: not transfers(client))
+    outcomes = store.put(*many(5, TCP_PIECES_PER_CALL), SOON_NS)
+    assert (outcomes, transfers(client)) == ([OK, UNAVAILABLE, UNAVAILABLE, UNAVAILABLE, UNAVAILABLE], [1, 1])
 
 
 def test_no_call_begins_at_the_deadline(store, client, clock):
@@ -279,6 +329,112 @@ def test_the_master_is_asked_for_one_length_when_a_holder_is_gone(store, client)
     assert [call for call in client.calls if call[0] == "size"] == [("size", "n-g0-r0-00"), ("size", "n-g0-r0-01")]
 
 
+# -- what Mooncake is told ---------------------------------------------------------------------------------------------
+
+
+class Replicate:
+    """Mooncake's `ReplicateConfig`."""
+
+    replica_num, preferred_segment, preferred_segments = 1, "", ()
+    soft_pin_action, soft_pin_ttl_ms, group_ids = None, None, None
+
+
+class Teller(Client):
+    """A client whose puts take a `ReplicateConfig`, and whose `setup` takes what the docstring says."""
+
+    def setup(self, *arguments, **options):
+        """(tenant_id, enable_ssd_offload, ssd_offload_path)"""
+        return super().setup(*arguments, **options)
+
+    def batch_put_from_multi_buffers(self, names, addresses, sizes, *told):
+        return self._answer("put", names, *told)
+
+
+def telling(client, **library_parts):
+    class Made:
+        setup = type(client).setup
+
+        def __new__(cls):
+            return client
+
+    parts = {"ReplicateConfig": Replicate, "SoftPinAction": SimpleNamespace(ENABLE="enable"), **library_parts}
+    return SimpleNamespace(MooncakeDistributedStore=Made, **parts)
+
+
+def told(master, clock, replication, num_keys=2):
+    client = Teller()
+    client.codes = [0] * num_keys
+    store = MooncakeStore(PoolConfig(master, replication=replication), clock, telling(client))
+    keys = [KEY, KEY._replace(rank=1), KEY._replace(block_hash=BlockHash(b"\x02"))][:num_keys]
+    assert store.put(keys, [[(0, 1)]] * num_keys, SOON_NS) == [OK] * num_keys
+    (put,) = (call for call in client.calls if call[0] == "put")
+    return put[2:]
+
+
+def test_nothing_is_told_unless_it_is_set(master, clock):
+    assert told(master, clock, Replication()) == ()
+
+
+def test_copies_places_and_pins_are_told_with_each_put(master, clock):
+    (config,) = told(master, clock, Replication(2, ("a:1",), soft_pin=True, soft_pin_ttl_ms=9))
+    assert vars(config) == {
+        "replica_num": 2,
+        "preferred_segment": "a:1",
+        "soft_pin_action": "enable",
+        "soft_pin_ttl_ms": 9,
+    }
+    (config,) = told(master, clock, Replication(preferred_segments=("a:1", "b:2")))
+    assert vars(config) == {"replica_num": 1, "preferred_segments": ["a:1", "b:2"]}
+
+
+def test_each_call_names_the_groups_of_its_own_keys(master, clock):
+    (config,) = told(master, clock, Replication(grouped=True), num_keys=3)
+    assert config.group_ids == ["kvtwin:n-01", "kvtwin:n-01", "kvtwin:n-02"]
+    client = Teller()
+    answer_by_call(client, [0], [0])
+    settings = PoolConfig(master, replication=Replication(grouped=True), transfer_bytes=1)
+    store = MooncakeStore(settings, clock, telling(client))
+    assert store.put(*many(2, 1), SOON_NS) == [OK, OK]
+    assert [call[2].group_ids for call in client.calls if call[0] == "put"] == [["kvtwin:n-00"], ["kvtwin:n-01"]]
+
+
+def test_tenant_and_ssd_are_told_when_joining(master, clock, tmp_path):
+    client = Teller()
+    folder = tmp_path / "engine0-rank1"
+    store = MooncakeStore(PoolConfig(master, tenant_id="t", ssd_path=str(folder)), clock, telling(client))
+    assert store.join(SOON_NS)
+    ((_, _, options),) = (call for call in client.calls if call[0] == "setup")
+    assert options == {"tenant_id": "t", "enable_ssd_offload": True, "ssd_offload_path": str(folder)}
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replication": Replication(2)}, "replica_num.*ReplicateConfig has replica_num"),
+        ({"replication": Replication(preferred_segments=("a:1",))}, "preferred_segment.*has preferred_segment,"),
+        ({"replication": Replication(preferred_segments=("a:1", "b:2"))}, "preferred_segment.*has preferred_segments,"),
+        ({"replication": Replication(soft_pin=True)}, "soft_pin.*has soft_pin_action"),
+        ({"replication": Replication(grouped=True)}, "enable_group_semantics.*has group_ids"),
+        ({"tenant_id": "t"}, "tenant_id.*setup takes tenant_id"),
+        ({"ssd_path": "/nowhere/rank0"}, "enable_ssd_offload.*setup takes enable_ssd_offload"),
+    ],
+)
+def test_what_the_installed_mooncake_does_not_have_is_refused_at_the_start(master, clock, settings, message):
+    class Old(Client):
+        def setup(self, *arguments):
+            """(local_hostname, metadata_server)"""
+
+    with pytest.raises(InvalidArgument, match=message):
+        MooncakeStore(PoolConfig(master, **settings), clock, telling(Old(), ReplicateConfig=SimpleNamespace))
+
+
+def test_a_disk_that_is_not_there_is_refused_at_the_start(master, clock, tmp_path):
+    settings = PoolConfig(master, ssd_path=str(tmp_path / "not mounted" / "rank0"))
+    with pytest.raises(InvalidArgument, match=r"ssd_offload_path.*not mounted'.*a folder that is there"):
+        MooncakeStore(settings, clock, telling(Teller()))
+
+
 # -- what Mooncake gave up --------------------------------------------------------------------------------------------
 
 
@@ -286,7 +442,7 @@ def test_a_client_whose_transfer_was_given_up_is_closed_before_the_caller_goes_o
     """Its transport may still write into the caller's memory; nothing but its end stops that."""
     clients = [Client(), Client()]
     made = iter(clients)
-    store = MooncakeStore(PoolConfig(master), clock, lambda: next(made))
+    store = MooncakeStore(PoolConfig(master), clock, library(lambda: next(made)))
     store.register(64, 10)
 
     def given_up():
@@ -359,6 +515,6 @@ def test_a_call_that_raises_does_not_end_the_lane():
 
 def test_a_client_that_cannot_be_made_is_tried_again_later(master):
     made = iter([lambda: 1 // 0, Client])
-    store = MooncakeStore(PoolConfig(master), HandClock(), lambda: next(made)())
+    store = MooncakeStore(PoolConfig(master), HandClock(), library(lambda: next(made)()))
     assert not store.join(SOON_NS)
     assert store.join(SOON_NS)

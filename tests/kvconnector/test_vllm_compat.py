@@ -93,6 +93,17 @@ def test_layers_of_different_sizes_in_one_group_count_once():
     assert shapes(describe(UniformTypeKVCacheSpecs(16, inner))) == (FullAttention(16),)
 
 
+def test_a_block_takes_what_all_layers_of_its_group_do():
+    from kvconnector.vllm_compat import block_bytes
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    page_bytes = 2 * 16 * 2 * 8 * 4  # keys and values, tokens, heads, entries, float32
+    inner = {"a": attention("FullAttentionSpec"), "b": attention("FullAttentionSpec", 32)}
+    caches = cache_config(attention("FullAttentionSpec"), mamba(), UniformTypeKVCacheSpecs(16, inner))
+    caches.kv_cache_groups[0].layer_names[:] = ["x", "y", "z"]
+    assert block_bytes(caches) == (3 * page_bytes, 4 * 4 * 4, 3 * page_bytes)
+
+
 EAGLE = SimpleNamespace(use_eagle_block_drop=lambda: True)
 DRAFTS_WITHOUT_DROP = SimpleNamespace(use_eagle_block_drop=lambda: False)
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kvconnector.config import ConnectorConfig, Integrity, PoolConfig
+from kvconnector.config import ConnectorConfig, Integrity
 from kvconnector.jobs import Ended, LoadJob, StoreJob, Stretch
+from kvconnector.pool_config import PoolConfig
 from kvconnector.seal import SealedStore, seal_of
 
 from kvcore.errors import InvalidArgument

@@ -86,7 +86,7 @@ class Half:
         self.now_ns = self.num_resets = 0
         self.lookups, self.pins, self.closed = Lookups(), Pins(), []
         keys = KeySpace(Namespace("mirror"), self.model.hashed_step, NUM_RANKS)
-        self.scheduler = SchedulerHalf(machine.planner, machine.policy, keys, self.lookups, self.clock)
+        self.scheduler = SchedulerHalf(*self.deciders(machine), keys, self.lookups, self.clock)
         self.scheduler._experience = experience
         self.scheduler.bind_gpu_block_pool(self.pins)
         self.scheduler.on_closed = lambda request, twin: self.closed.append(twin)
@@ -100,6 +100,10 @@ class Half:
         self.told = False
         self.dialogues = {}
         self.jobs = {}
+
+    def deciders(self, machine):
+        """The planner and the policy that the half has."""
+        return machine.planner, machine.policy
 
     def block_ids(self):
         groups = range(len(self.model.groups))

@@ -4,15 +4,19 @@ from copy import deepcopy
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
+from kvconnector.config import read_config
+from kvconnector.pool_policy import make_costs, make_planner, make_policy
 
+import kvsim.pool_policy
 import kvsim.run
 from kvcore.memory import Experience
 from kvsim.run import simulation
 from tests.kvcore.pool_world import World
 from tests.kvcore.test_access import Switched
 from tests.kvcore.test_request_stateful import Interleavings
-from tests.kvsim.small_runs import ASKS, ENGINES, scenario_of, trace_of
+from tests.kvsim.small_runs import ASKS, ENGINES, Ask, engine, scenario_of, trace_of
 from tests.seam.mirror import Half, Mirror
 
 pytestmark = pytest.mark.engine
@@ -26,7 +30,13 @@ SEARCH = settings(
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(engine=ENGINES, asks=ASKS)
 def test_the_simulator_and_the_connector_make_the_same_plans(engine, asks):
-    made, twins, scenario = [], {}, scenario_of(engine, "pool-16")
+    run_mirrored(scenario_of(engine, "pool-16"), asks)
+
+
+def run_mirrored(scenario, asks, half_type=Half):
+    """Run the asks; each request of the simulator has a connector's scheduler half beside it."""
+    made, twins = [], {}
+    mirror = type("EngineMirror", (Mirror,), {"half_type": half_type})
 
     def mirrored(planner, policy, num_prompt_tokens, experience, names_of, *hints):
         def content(length):
@@ -35,13 +45,71 @@ def test_the_simulator_and_the_connector_make_the_same_plans(engine, asks):
 
         twin = twins.setdefault(id(experience), Experience())
         learning = (experience, names_of, *hints)
-        made.append(Mirror(planner, policy, num_prompt_tokens, *learning, content=content, twin=twin))
+        made.append(mirror(planner, policy, num_prompt_tokens, *learning, content=content, twin=twin))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvsim.run, "KVRequest", mirrored)
         simulation(scenario, trace_of(asks)).run()
     assert all(machine.half.closed for machine in made), "both drivers have reported every plan"
+
+
+# -- from the settings of each ----------------------------------------------------------------------------------------
+
+RATES = {
+    "prefill_ns_per_token": 131_000,
+    "prefill_ps_per_pair": 90_000,
+    "bandwidth_bytes_per_s": 10**9,
+    "latency_us": 500,
+}
+"""A pool from which a short prefix takes longer than to compute it, and a long one does not."""
+
+SETTINGS = [
+    {"admission": "second_touch", "max_storing_share": 0.1},
+    {"admission": "cheaper", "loading": "cheaper", "retention_interval": 0, **RATES},
+    {"admission": "second_touch", "loading": "cheaper", "offer_ttl_ms": 50, **RATES},
+    {"loading": "in_time", "load_budget_ms": 1, "lookup_deadline_ms": 1, **RATES},
+]
+
+
+def run_configured(given_settings, engine, asks, connector_settings=None):
+    """The simulator has its planner and policy from a scenario, the connector from its own settings of the same names.
+
+    What a prefill takes they know from elsewhere, a roofline and a measured rate: here both have the latter.
+    """
+    chosen = {key: value for key, value in given_settings.items() if key not in RATES}
+    scenario = scenario_of(engine | {f"pool.{key}": value for key, value in chosen.items()}, "pool-16")
+    config = read_config({"master_server_address": "h:1", **(connector_settings or given_settings)}, "kv_both", {})
+    model, block_bytes = scenario.kv_model, (scenario.block_bytes,)
+    planner = make_planner(config, model)
+    policy = make_policy(config, planner, scenario.num_gpu_blocks, block_bytes)
+    half_type = type("Configured", (Half,), {"deciders": lambda self, machine: (planner, policy)})
+    costs = make_costs(config.policies.rates, model, block_bytes) if config.policies.rates else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvsim.pool_policy, "make_costs", lambda scenario, link: costs)
+        run_mirrored(scenario, asks, half_type)
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(chosen=st.sampled_from(SETTINGS), engine=ENGINES, asks=ASKS)
+def test_the_same_settings_make_the_same_plans_in_both(chosen, engine, asks):
+    run_configured(chosen, engine, asks)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "instead"),
+    [
+        (SETTINGS[0], {"max_storing_share": 0.1}),
+        (SETTINGS[1], {**SETTINGS[1], "loading": "always"}),
+        (SETTINGS[2], {**SETTINGS[2], "admission": "all"}),
+        (SETTINGS[3], {**SETTINGS[3], "load_budget_ms": 10_000}),
+    ],
+)
+def test_control_a_connector_with_another_setting_makes_other_plans(chosen, instead):
+    engine_settings = engine(2, 16, 300, 1_024, 8_192, 0.0)
+    fork = Ask("fork", of=0, cut=64, new_len=100, output_len=2, gap_us=400_000)
+    with pytest.raises(AssertionError):
+        run_configured(chosen, engine_settings, [Ask(new_len=160, output_len=2), fork, fork, fork], instead)
 
 
 class MirroredWorld(World):
