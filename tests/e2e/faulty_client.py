@@ -21,6 +21,7 @@ all numbered from when the fault is ordered, and what it does there:
              corrupt    changes a bit of each, at the same times
 """
 
+import functools
 import threading
 import time
 
@@ -144,6 +145,10 @@ def faulty(client_type, faults):
 
         def __getattr__(self, name):
             return getattr(self._client, name)
+
+        @functools.wraps(client_type.setup)  # its text tells which options there are
+        def setup(self, *arguments, **options):
+            return self._client.setup(*arguments, **options)
 
     for operation, method in METHODS.items():
         setattr(FaultyClient, method, _faulty_method(faults, operation))
