@@ -82,7 +82,7 @@ class Metric:
 _OPERATION = ("operation", tuple(operation.value for operation in Operation))
 _MOVE = ("operation", (Operation.LOAD.value, Operation.STORE.value))
 _OUTCOME = ("outcome", tuple(outcome.value for outcome in StoreOutcome))
-_TIER = ("tier", ("local", "pool", "computed"))
+_TIER = ("tier", ("local", "pool", "sibling", "computed"))
 
 PROMPT_TOKENS = Metric(
     Kind.COUNTER,
@@ -168,12 +168,16 @@ class Tally:
         if amount > 0:
             self._events.append((series, amount))
 
-    def prompt(self, request: Any, local_hit_len: int) -> None:
-        """A request takes its first step: what loads have really left it counts, not what was granted."""
+    def prompt(self, request: Any, local_hit_len: int, granted_len: int) -> None:
+        """A request takes its first step: what loads have really left it counts, not what was granted.
+
+        Beyond `granted_len`, up to which cache and pool were to fill its blocks, another connector did.
+        """
         prompt_len = request.num_prompt_tokens
         resume_len = min(request.num_computed_tokens, prompt_len)
         self.add(PROMPT_TOKENS.of("local"), min(local_hit_len, resume_len))
-        self.add(PROMPT_TOKENS.of("pool"), resume_len - local_hit_len)
+        self.add(PROMPT_TOKENS.of("pool"), min(granted_len, resume_len) - local_hit_len)
+        self.add(PROMPT_TOKENS.of("sibling"), resume_len - max(granted_len, local_hit_len))
         self.add(PROMPT_TOKENS.of("computed"), prompt_len - resume_len)
 
     def answered(self, lookup: Lookup, asked_ns: int, now_ns: int) -> None:

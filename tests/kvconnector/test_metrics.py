@@ -117,14 +117,18 @@ def test_keys_are_counted_by_outcome(outcomes):
     assert tally.take() == {KEYS.of("store", kind.value): count for kind, count in Count(outcomes).items()}
 
 
-@given(st.integers(1, 50), st.integers(0, 60), st.integers(0, 60))
-def test_every_prompt_token_has_one_tier(prompt_len, local_hit_len, resume_len):
+@given(st.integers(1, 50), st.integers(0, 60), st.integers(0, 60), st.integers(0, 60))
+def test_every_prompt_token_has_one_tier(prompt_len, local_hit_len, num_granted, resume_len):
+    """One token of the prompt after the other, the obvious way."""
     tally = Tally()
-    tally.prompt(SimpleNamespace(num_prompt_tokens=prompt_len, num_computed_tokens=resume_len), local_hit_len)
-    taken = tally.take()
-    assert sum(taken.values()) == prompt_len
-    assert min(taken.values()) > 0
-    assert taken.get(PROMPT_TOKENS.of("computed"), 0) == max(0, prompt_len - resume_len)
+    request = SimpleNamespace(num_prompt_tokens=prompt_len, num_computed_tokens=resume_len)
+    tally.prompt(request, local_hit_len, local_hit_len + num_granted)
+    ends = {"local": local_hit_len, "pool": local_hit_len + num_granted, "sibling": prompt_len}
+    tiers = Count(
+        "computed" if token >= resume_len else next(tier for tier, end in ends.items() if token < end)
+        for token in range(prompt_len)
+    )
+    assert tally.take() == {PROMPT_TOKENS.of(tier): count for tier, count in tiers.items()}
 
 
 # -- ranks, halves, steps ---------------------------------------------------------------------------------------------
