@@ -251,6 +251,16 @@ def test_engines_whose_bytes_or_hashes_differ_have_different_namespaces(monkeypa
     assert len(digests - {base}) == len(changes) + len(others) + 2
 
 
+def test_data_parallel_ranks_share_a_namespace_with_each_other_and_with_engines_that_have_none():
+    from kvconnector.vllm_compat import namespace_fields
+
+    one_group = cache_config(attention("FullAttentionSpec"))
+    alone = namespace_fields(engine_config(), one_group)
+    for rank in range(2):
+        ranked = {"data_parallel_size": 2, "data_parallel_rank": rank, "data_parallel_index": rank}
+        assert namespace_fields(engine_config(**ranked), one_group) == alone
+
+
 def test_states_of_other_types_and_other_layers_have_other_namespaces():
     import torch
     from kvconnector.vllm_compat import namespace_fields
