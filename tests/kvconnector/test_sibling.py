@@ -25,7 +25,9 @@ def half():
 
     planner = Planner(ModelSpec((FullAttention(BLOCK),)))
     clock = SimpleNamespace(now_ns=lambda: 0)
-    half = SchedulerHalf(planner, PoolPolicy(max_load_attempts=0), KeySpace(Namespace("n"), BLOCK, 1), Lookups(), clock)
+    lookups = Lookups()
+    lookups.num_waiting = 0
+    half = SchedulerHalf(planner, PoolPolicy(max_load_attempts=0), KeySpace(Namespace("n"), BLOCK, 1), lookups, clock)
     half.bind_gpu_block_pool(Pins())
     return half
 
@@ -59,3 +61,14 @@ def test_a_request_that_ends_while_another_connector_loads_stores_nothing(half, 
 
 def test_once_a_step_has_built_on_them_they_are_stored(half, loading):
     assert step(half, {"one": 16}) == TABLE[0]
+
+
+def test_what_the_other_connector_loaded_is_not_counted_as_the_pool_s(half, loading):
+    from kvconnector.metrics import PROMPT_TOKENS
+
+    step(half, {"one": 16})
+    taken = half.tally.take()
+    assert {name: taken[name] for name in taken if name.startswith(PROMPT_TOKENS.name)} == {
+        PROMPT_TOKENS.of("sibling"): NUM_GRANTED,
+        PROMPT_TOKENS.of("computed"): 64 - NUM_GRANTED,
+    }
