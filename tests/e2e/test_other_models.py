@@ -1,4 +1,4 @@
-"""Latent attention and recurrent layers hit like the engine's own cache."""
+"""Latent attention and recurrent layers, short convolutions and gated delta nets, hit like the engine's own cache."""
 
 import pytest
 
@@ -46,6 +46,22 @@ def test_latent_attention_hits_like_the_engine_s_own_cache(engine, prompt):
         assert from_pool["cached"] == own["cached"]
         assert 640 <= own["cached"][0] < 700
         assert from_pool["tokens"] == own["tokens"]
+    assert engine.call("free_blocks") == free_blocks
+
+
+def test_gated_delta_net_states_hit_like_the_engine_s_own(engine, prompt):
+    """The next turn goes on from the state that the last prompt left behind, as for every recurrent model."""
+    engine = engine("qwen3next", dtype="bfloat16", mamba_cache_mode="align")
+    free_blocks = engine.call("free_blocks")
+    question = prompt(700)
+    computed, own, from_pool = computed_and_hit(engine, question)
+    (block,) = own["cached"]  # chosen by the engine, so that a state is as large as the KV of a block
+    assert (computed["cached"], from_pool["cached"], 350 < block < 700) == ([0], [block], True)
+    assert from_pool["tokens"] == own["tokens"]
+    next_turn = [*question, *engine.generate([question], max_tokens=block - 60)["tokens"][0], *prompt(60, 1)]
+    first, own, from_pool = computed_and_hit(engine, next_turn)
+    assert (first["cached"], own["cached"], from_pool["cached"]) == ([block], [2 * block], [2 * block])
+    assert from_pool["tokens"] == own["tokens"]
     assert engine.call("free_blocks") == free_blocks
 
 
