@@ -1,7 +1,8 @@
 """One real engine in this process, driven by JSON lines: a command on stdin, its answer on stdout, until stdin ends.
 
-The first line is the engine's configuration: {"model", "connector": null | {"name", "module", "extra"}, "options",
-"forced"}; what is forced is set after vLLM's platform has had its say, by section and name of its configuration.
+The first line is the engine's configuration: {"model", "connector": null | {"name", "module", "extra", "role"},
+"transfer", "options", "forced"}. `transfer` is vLLM's kv_transfer_config itself, in place of a connector; what is
+forced is set after vLLM's platform has had its say, by section and name of its configuration.
 A command is {"op": NAME, ...} with NAME one of the driver's `COMMANDS`; the answer is {"ok": ...} or {"error":
 traceback}.
 """
@@ -37,20 +38,19 @@ class Driver:
             "disable_log_stats": False,
             **config.get("options", {}),
         }
-        connector = config.get("connector")
-        if connector:
-            arguments["kv_transfer_config"] = {
-                "kv_connector": connector["name"],
-                "kv_connector_module_path": connector.get("module"),
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": connector.get("extra", {}),
-            }
+        if transfer := transfer_config(config):
+            arguments["kv_transfer_config"] = transfer
         self.llm = LLM(**arguments)
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.computed, self.granted = {}, {}
         self._count_computed_tokens()
-        if self.scheduler.connector is not None:
-            self._count_granted_tokens()
+        for connector in self.connectors():
+            self._count_granted_tokens(connector)
+
+    def connectors(self):
+        """The scheduler halves: none, one, or those of a MultiConnector."""
+        connector = self.scheduler.connector
+        return [] if connector is None else getattr(connector, "sub_connectors", [connector])
 
     def _count_computed_tokens(self):
         schedule = self.scheduler.schedule
@@ -63,31 +63,35 @@ class Driver:
 
         self.scheduler.schedule = counted
 
-    def _count_granted_tokens(self):
-        update = self.scheduler.connector.update_state_after_alloc
+    def _count_granted_tokens(self, connector):
+        name, update = type(connector).__name__, connector.update_state_after_alloc
 
         def counted(request, blocks, num_external_tokens):
-            self.granted[request.request_id] = self.granted.get(request.request_id, 0) + num_external_tokens
+            self.granted[name] = self.granted.get(name, 0) + num_external_tokens
             return update(request, blocks, num_external_tokens)
 
-        self.scheduler.connector.update_state_after_alloc = counted
+        connector.update_state_after_alloc = counted
 
-    def generate(self, prompts, max_tokens):
+    def generate(self, prompts, max_tokens, transfers=None):
         """Greedy tokens, hit and time to first token per prompt (lists of token ids).
 
-        For the batch: wall time, tokens computed, and tokens that were to be loaded.
+        For the batch: wall time, tokens computed, and tokens that were to be loaded, by which connector. `transfers`
+        has the kv_transfer_params of each prompt, and the answer those that came back.
         """
         self.computed.clear()
         self.granted.clear()
+        sampling = [greedy(max_tokens, transfer) for transfer in transfers or [None] * len(prompts)]
         start = time.perf_counter()
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(max_tokens), use_tqdm=False)
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         return {
             "wall_s": time.perf_counter() - start,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
-            "ttft_s": [output.metrics.first_token_latency for output in outputs],
+            "ttft_s": [output.metrics and output.metrics.first_token_latency for output in outputs],
             "computed": sum(self.computed.values()),
             "granted": sum(self.granted.values()),
+            "granted_by": {name: num_tokens for name, num_tokens in self.granted.items() if num_tokens},
+            "transfers": [output.kv_transfer_params for output in outputs],
         }
 
     def reset_local(self, connector=False):
@@ -101,6 +105,19 @@ class Driver:
             assert time.perf_counter() - start < patience_s, "jobs are never reported"
             self.llm.llm_engine.step()
         return time.perf_counter() - start
+
+
+def transfer_config(config):
+    """What vLLM is told of connectors, or None."""
+    connector = config.get("connector")
+    if not connector:
+        return config.get("transfer")
+    return {
+        "kv_connector": connector["name"],
+        "kv_connector_module_path": connector.get("module"),
+        "kv_role": connector.get("role", "kv_both"),
+        "kv_connector_extra_config": connector.get("extra", {}),
+    }
 
 
 def force(sections):
@@ -118,11 +135,12 @@ def force(sections):
     CpuPlatform.check_and_update_config = classmethod(check_and_force)
 
 
-def greedy(max_tokens):
-    """Sampling that gives as many tokens, and the same ones each time."""
+def greedy(max_tokens, transfer=None):
+    """Sampling that gives as many tokens, and the same ones each time; `transfer` is kv_transfer_params."""
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    extra = {"kv_transfer_params": transfer} if transfer else None
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
 
 
 def answer(value):

@@ -11,7 +11,9 @@ from pathlib import Path
 
 @cache
 def missing(need: str) -> str | None:
-    """Why there is no "engine", or no "store", on this machine; or None."""
+    """Why there is no "engine", no "store" or no "nixl" on this machine; or None."""
+    if need == "nixl" and importlib.util.find_spec("nixl") is None:
+        return "NIXL is not installed (make test installs it where it can)"
     if need == "engine" and importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed (make test installs it where it can)"
     if need != "store":

@@ -220,16 +220,21 @@ class Engine:
     def ready(self):
         """Wait until the engine is up; several engines may start at the same time before this."""
         if not self._started:
-            self._answer(self._start_timeout_s)
+            self.answer(self._start_timeout_s)
             self._started = True
         return self
 
     def call(self, op, timeout_s=60, **arguments):
+        self.ask(op, **arguments)
+        return self.answer(timeout_s)
+
+    def ask(self, op, **arguments):
+        """The first half of `call`: other engines may be asked before `answer`."""
         self.ready()
         self.process.write_line(json.dumps({"op": op, **arguments}))
-        return self._answer(timeout_s)
 
-    def _answer(self, timeout_s):
+    def answer(self, timeout_s=60):
+        """The second half of `call`."""
         answer = json.loads(self.process.read_line(timeout_s))
         if "error" in answer:
             raise RuntimeError(f"{answer['error']}\n{self.process.log_tail()}")
