@@ -32,6 +32,12 @@ asked for from the first block of a cell on, and kept while the blocks are remem
 
 CELL_BLOCKS = 256
 
+
+def by_position(_index: int, run: Run) -> range:
+    """The names of a sequence that shares nothing with another one."""
+    return range(*run)
+
+
 _Key: TypeAlias = tuple[int, int, Hashable]
 """(index, number of the cell, name of its first block)."""
 

@@ -16,10 +16,9 @@ from enum import Enum
 from kvcore.errors import require
 from kvcore.group_runs import GroupRuns, common, count_blocks, minus, plus
 from kvcore.hints import NO_HINTS, Hints
-from kvcore.memory import Experience, NamesOf
+from kvcore.memory import Experience, NamesOf, by_position
 from kvcore.planner import Planner
 from kvcore.plans import Answer, Decisions, Load, Lookup, Offer, PoolPolicy, Store, Wait
-from kvcore.types import Run
 
 
 class State(Enum):
@@ -48,10 +47,6 @@ LEGAL: dict[str, frozenset[State]] = {
 _NOTHING_OFFERED = Offer(0)
 
 
-def _by_position(_index: int, run: Run) -> range:
-    return range(*run)
-
-
 @dataclass(slots=True)
 class KVRequest:
     """The machine of one request of `num_prompt_tokens` >= 1; its `policy` may be replaced between any two events.
@@ -64,7 +59,7 @@ class KVRequest:
     policy: PoolPolicy
     num_prompt_tokens: int
     experience: Experience = field(default_factory=Experience)
-    names_of: NamesOf = _by_position
+    names_of: NamesOf = by_position
     hints: Hints = NO_HINTS
     state: State = State.WAITING
     next_store_len: int | None = None
@@ -86,8 +81,7 @@ class KVRequest:
 
     def __post_init__(self) -> None:
         require(self.num_prompt_tokens >= 1, "num_prompt_tokens", self.num_prompt_tokens, "1 or more, as in the engine")
-        nothing = self.planner.nothing
-        self._owed = self._given = nothing
+        self._owed = self._given = nothing = self.planner.nothing
         self.decisions = Decisions(nothing, nothing, nothing, nothing, nothing)
 
     @property
@@ -181,6 +175,14 @@ class KVRequest:
         missed = common(failed, load.blocks)
         self._record_misses(missed, now_ns)
         return 0 if self.state is State.FINISHED else self._resume(load, plus(missed, load.unproven))
+
+    def adopted(self, num_tokens: int) -> None:
+        """Another connector filled the blocks that resuming at `num_tokens` needs; no others before it are there."""
+        self._expect("computed")
+        kept = self.planner.kept(num_tokens, self.num_prompt_tokens)
+        self._owed = plus(self._owed, minus(kept, self.planner.held(self._saved_len)))
+        self._saved_len = max(self._saved_len, num_tokens)
+        self._look_ahead()
 
     def computed(self, num_tokens: int, now_ns: int) -> Store | None:
         """The step being scheduled computes up to `num_tokens`; what it fills is to be stored.
@@ -286,8 +288,7 @@ class KVRequest:
 
     def _wait(self, answer: Answer, now_ns: int) -> Wait | Offer:
         self.state = State.ASKING
-        until_ns = answer.asked_ns + self.policy.lookup_deadline_ns
-        if now_ns < until_ns:
+        if now_ns < (until_ns := answer.asked_ns + self.policy.lookup_deadline_ns):
             return Wait(until_ns)
         self.decisions.late_lookups += 1
         answer.answered_ns = now_ns

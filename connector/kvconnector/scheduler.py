@@ -152,6 +152,8 @@ class SchedulerHalf:
                 tracked.has_run = True
                 tracked.life.started_ns = now_ns
                 self.tally.prompt(tracked.request, tracked.local_hit_len, tracked.filled_len)
+                if tracked.request.num_computed_tokens > tracked.filled_len:
+                    tracked.machine.adopted(tracked.request.num_computed_tokens)
             request, machine = tracked.request, tracked.machine
             # A step may also compute tokens nobody knows yet: drafts, and what an overlapping step samples.
             tracked.filled_len = num_valid = min(request.num_computed_tokens + num_tokens, request.num_tokens)

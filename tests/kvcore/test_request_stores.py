@@ -45,6 +45,24 @@ def test_blocks_that_a_window_will_leave_behind_are_stored_as_they_fill():
     assert request.finished(11 * B + 3, 0) is None
 
 
+@pytest.mark.parametrize(("local", "adopted", "full", "window"), [
+    (0, 10 * B, (0, 10), (8, 10)),
+    (0, 10 * B - 7, (0, 9), (7, 9)),
+    (9 * B, 10 * B, (9, 10), (9, 10)),
+])  # fmt: skip
+def test_what_another_connector_filled_is_stored_as_far_as_a_window_has_kept_it(local, adopted, full, window):
+    """Nothing that its window left behind is stored, or refused; then all goes on as ever."""
+    request = machine(HYBRID)
+    offered(request, ((), ()), local)
+    request.granted(0, 0)
+    request.adopted(adopted)
+    store = request.computed(adopted, 0)
+    assert store.blocks == ((full,), (window,))
+    request.store_finished(store.ticket, ((), ()), 0)
+    assert request.computed(11 * B, 0).blocks == (((full[1], 11),), ((full[1], 11),))
+    assert not any(request.decisions.rejected)
+
+
 def test_at_the_end_only_what_the_engine_still_holds_is_stored():
     """Steps that nobody told of: the window has moved on and the engine gave its blocks away."""
     request = machine(HYBRID)
