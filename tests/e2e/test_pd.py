@@ -7,6 +7,7 @@ import pytest
 
 from connector.testbed.needs import missing
 from connector.testbed.pair import PEERS, STORE, Pair
+from connector.testbed.processes import free_port
 from tests.e2e import processes
 from tests.e2e.conftest import CONNECTOR, Engines
 from tests.e2e.test_pool_hits import overwrite_with_noise
@@ -63,6 +64,19 @@ def test_decode_goes_on_with_what_prefill_computed(disaggregated, prompt):
     assert disaggregated.free_blocks() == disaggregated.blocks
 
 
+def test_metrics_tell_what_came_from_prefill(disaggregated, prompt):
+    if disaggregated.peer == PEERS["mooncake"]:
+        pytest.skip("vLLM 0.32 has no metrics where a MooncakeConnector is in a MultiConnector")
+    before = disaggregated.pair.decode.call("metrics")
+    disaggregated.answer(prompt(700))
+    after = disaggregated.pair.decode.call("metrics")
+    rose = {name: after[name] - before[name] for name in after if "prompt_tokens" in name or "rejected" in name}
+    assert {name: by for name, by in rose.items() if by} == {
+        "prompt_tokens_total{sibling}": 699,  # the last token of a prompt is always computed
+        "prompt_tokens_total{computed}": 1,
+    }
+
+
 def test_control_noise_at_the_prefill_side_changes_the_tokens(disaggregated, prompt):
     tokens = prompt(700)
     _, transfer = disaggregated.pair.prefilled(tokens)
@@ -114,6 +128,21 @@ def test_blocks_that_are_not_filled_yet_are_not_stored(disaggregated, prompt):
 def test_control_blocks_taken_for_filled_would_be_stored(disaggregated, prompt):
     stored = keys_of_an_aborted_pull(disaggregated, prompt(700), lambda decode: decode.call("forget_what_is_filled"))
     assert len(stored) >= 21
+
+
+def test_a_transfer_that_fails_is_computed_and_what_is_stored_is_right(disaggregated, prompt):
+    """There is nobody where the prompt's KV should be."""
+    tokens, decode = prompt(700), disaggregated.pair.decode
+    _, transfer = disaggregated.pair.prefilled(prompt(700, 1))
+    disaggregated.pair.decoded(prompt(700, 1), 16, transfer)
+    nowhere = {**transfer, "remote_engine_id": "nobody", "remote_port": free_port()}
+    answer = decode.call("generate", prompts=[tokens], max_tokens=16, transfers=[nowhere])
+    assert (answer["granted_by"], answer["computed"]) == ({disaggregated.peer: 700}, 715)
+    assert answer["tokens"] == disaggregated.right(tokens)
+    decode.call("settle")
+    hit = disaggregated.engines.read([tokens])
+    assert (hit["cached"], hit["tokens"]) == ([672], answer["tokens"])
+    assert disaggregated.free_blocks() == disaggregated.blocks
 
 
 def keys_of_an_aborted_pull(disaggregated, tokens, spoil):
