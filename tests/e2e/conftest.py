@@ -1,5 +1,6 @@
 """Real engines on one real pool, started once for all tests of a model: starting an engine takes ten seconds."""
 
+import contextlib
 import os
 import random
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ import pytest
 from connector.testbed.pool import Pool
 from connector.testbed.tiny_model import write_tiny_model
 from tests.e2e.processes import Engine
+from tests.e2e.proxy import Proxy
 
 LOOKUP_DEADLINE_S = 5  # generous, because here engine and lookup share one interpreter and two cores
+PROXIED_DEADLINE_S = 1
 CONNECTOR = {
     "name": "KVTwinConnector",
     "module": "kvconnector.connector",
@@ -132,6 +135,47 @@ def cramped(cramped_and_used):
     """With an empty pool: what other tests stored there takes no room."""
     cramped_and_used.pool.empty()
     return cramped_and_used
+
+
+@dataclass
+class Proxied:
+    """An engine that finds its pool's master behind a proxy."""
+
+    pool: Pool
+    proxy: Proxy
+    engine: Engine
+
+    def generate(self, prompts, max_tokens=16):
+        """Without the engine's own prefix cache; when this returns, all stores have ended."""
+        assert self.engine.call("reset_local")
+        answer = self.engine.generate(prompts, max_tokens)
+        self.engine.call("settle")
+        return answer
+
+    @contextlib.contextmanager
+    def slowed(self, delay_s):
+        """Each message to and from the master takes longer."""
+        self.proxy.delay_s = delay_s
+        try:
+            yield
+        finally:
+            self.proxy.delay_s = 0.0
+
+
+@pytest.fixture(scope="session")
+def proxied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("proxied")
+    pool = Pool(folder, flags=("--default_kv_lease_ttl=1000",))
+    proxy = Proxy(pool.master.address)
+    extra = {**CONNECTOR["extra"], "lookup_deadline_ms": PROXIED_DEADLINE_S * 1_000}
+    config = {"model": write_tiny_model("qwen3", folder / "model"), "connector": {**CONNECTOR, "extra": extra}}
+    engine = Engine(config, folder / "engine.log", pool.environment(proxy.address))
+    try:
+        yield Proxied(pool, proxy, engine.ready())
+    finally:
+        engine.kill()
+        proxy.close()
+        pool.kill()
 
 
 @pytest.fixture
