@@ -36,8 +36,8 @@ class Frontier:
     """The dialogue about hits of local_hit_len < length <= limit, in tokens; `limit` as `ModelSpec.limit` gives it.
 
     While it is `open`, ask the pool for `question` and report with `answered`. At any time `hit_len` is what the
-    answers prove. `asked` and `present` are of all rounds. The pool is not asked for what is `denied`, which counts as
-    lost.
+    answers prove. `asked` and `present` are of all rounds, and may be read by another thread, `present` first. The pool
+    is not asked for what is `denied`, which counts as lost.
     """
 
     model: ModelSpec
@@ -92,8 +92,8 @@ class Frontier:
     def answered(self, present: GroupRuns) -> None:
         """The pool holds `present` of the question."""
         held = common(present, self.question)
-        self.present = plus(self.present, held)
         self.asked = plus(self.asked, self.question)
+        self.present = plus(self.present, held)  # after `asked`: at any moment it is part of that
         if self._others:
             self._lost = plus(self._lost, minus(self.question, held))
         self._known = plus(self._held, cover(self.model, self.present))

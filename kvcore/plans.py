@@ -23,23 +23,6 @@ class Lookup:
     deadline_ns: int
 
 
-@dataclass(slots=True)
-class Answer:
-    """What the pool held, asked above `local_hit_len`; `answered_ns` None while the question is open.
-
-    `num_offered` tokens is the offer for `offered_for`: local hit and length of the sequence.
-    """
-
-    ticket: int
-    local_hit_len: int
-    asked_ns: int
-    dialogue: Frontier
-    present: GroupRuns
-    answered_ns: int | None = None
-    offered_for: tuple[int, int] | None = None
-    num_offered: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Wait:
     """The pool has not answered; consider again after an answer, or at `until_ns`."""
@@ -97,7 +80,7 @@ def storing_blocks(share: float, num_gpu_blocks: int) -> int:
 class PoolPolicy:
     """Patience with the pool.
 
-    `lookup_deadline_ns`: after this an unanswered question counts as a miss.
+    `lookup_deadline_ns`: after this what a lookup has not found yet counts as a miss, until it is found.
     `offer_ttl_ns`: how long an offer is repeated before the pool is asked again; below the lease that a lookup grants
     (5 s in older Mooncake masters, 10 s in 0.3.13).
     `max_load_attempts`: how many loads of a request may fail before it is offered nothing any more. Under vLLM 0.32 a
@@ -127,6 +110,35 @@ class PoolPolicy:
     def has_room(self, num_storing: int, num_more: int) -> bool:
         """Whether a plan of `num_more` blocks may start beside `num_storing` that are in flight."""
         return self.max_storing_blocks is None or not num_storing or num_storing + num_more <= self.max_storing_blocks
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the pool held, asked above `local_hit_len`; `answered_ns` None until it is `told`, or that takes too long.
+
+    Then it is what the rounds so far have said; a driver's other thread may be in the next one. `num_offered` tokens is
+    the offer for `offered_for`: local hit and length of the sequence.
+    """
+
+    ticket: int
+    local_hit_len: int
+    asked_ns: int
+    dialogue: Frontier
+    present: GroupRuns
+    answered_ns: int | None = None
+    told: bool = False
+    offered_for: tuple[int, int] | None = None
+    num_offered: int = 0
+
+    def hear(self, now_ns: int) -> None:
+        """From now on what the dialogue has found counts."""
+        self.present, self.answered_ns, self.offered_for = self.dialogue.present, now_ns, None
+
+    def ends_ns(self, policy: PoolPolicy) -> int:
+        """From when on nobody waits for it any more; or, answered, it is believed no longer."""
+        if self.answered_ns is None:
+            return self.asked_ns + policy.lookup_deadline_ns
+        return self.answered_ns + policy.offer_ttl_ns + 1
 
 
 @dataclass(slots=True)

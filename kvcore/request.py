@@ -1,7 +1,7 @@
 """One request's life with the pool, as a state machine without I/O: events in, plans out.
 
     WAITING --consider--> ASKING --lookup_answered--> OFFERED --granted 0--> COMPUTING --finished--> FINISHED
-       ^                    |  (late: deadline)          |                     ^   |
+       ^                    |     (or its deadline)      |                     ^   |
        |                    +----------> OFFERED         +--granted g--> LOADING   |
        +--- preempted, or a load that left nothing valid --------------------------+
 
@@ -93,11 +93,7 @@ class KVRequest:
     def reconsider_at_ns(self) -> int | None:
         """From when on `consider` answers differently though nothing has happened: a question is late, an offer old."""
         answer = self._answer
-        if answer is None or self.state not in (State.ASKING, State.OFFERED):
-            return None
-        if answer.answered_ns is None:
-            return answer.asked_ns + self.policy.lookup_deadline_ns
-        return answer.answered_ns + self.policy.offer_ttl_ns + 1
+        return answer.ends_ns(self.policy) if answer and self.state in (State.ASKING, State.OFFERED) else None
 
     # -- before admission -------------------------------------------------------------------------------------
 
@@ -117,7 +113,11 @@ class KVRequest:
         if answer is None or self._is_stale(answer, local_hit_len, now_ns):
             return self._ask(local_hit_len, num_tokens, now_ns)
         if answer.answered_ns is None:
-            return self._wait(answer, now_ns)
+            if now_ns < answer.ends_ns(self.policy):
+                self.state = State.ASKING
+                return Wait(answer.ends_ns(self.policy))
+            self.decisions.late_lookups += 1
+            self._hear(answer, now_ns)
         if answer.offered_for != (local_hit_len, num_tokens):
             hit_len = self.planner.hit(local_hit_len, num_tokens, answer.present)
             answer.offered_for = local_hit_len, num_tokens
@@ -125,15 +125,17 @@ class KVRequest:
         return self._offered(answer.num_offered)
 
     def lookup_answered(self, ticket: int, now_ns: int) -> None:
-        """The dialogue of the lookup has ended, or was broken off: what was not answered is not there."""
+        """The dialogue of the lookup has ended, or was broken off; late, it counts until the request is admitted."""
         answer = self._answer
-        if answer is None or answer.ticket != ticket or answer.answered_ns is not None:
+        if answer is None or not self.awaits(ticket):
             self.decisions.late_answers += 1
             return
-        answer.present = answer.dialogue.present
-        answer.answered_ns = now_ns
-        self.decisions.looked_up = plus(self.decisions.looked_up, answer.dialogue.asked)
-        self.decisions.found = plus(self.decisions.found, answer.present)
+        answer.told = True
+        self._hear(answer, now_ns)
+
+    def awaits(self, ticket: int) -> bool:
+        """Whether an answer to this lookup would still count."""
+        return self._answer is not None and self._answer.ticket == ticket and not self._answer.told
 
     def granted(self, num_tokens: int, now_ns: int) -> Load | None:
         """The scheduler admitted the request with `num_tokens` <= the offer to be loaded, and allocated its blocks.
@@ -286,13 +288,10 @@ class KVRequest:
         beyond = self.planner.beyond(local_hit_len, num_tokens) if len(denied) else self.planner.nothing
         return denied.known(beyond, self.names_of, now_ns)
 
-    def _wait(self, answer: Answer, now_ns: int) -> Wait | Offer:
-        self.state = State.ASKING
-        if now_ns < (until_ns := answer.asked_ns + self.policy.lookup_deadline_ns):
-            return Wait(until_ns)
-        self.decisions.late_lookups += 1
-        answer.answered_ns = now_ns
-        return self._offered(0)
+    def _hear(self, answer: Answer, now_ns: int) -> None:
+        answer.hear(now_ns)
+        self.decisions.looked_up = plus(self.decisions.looked_up, answer.dialogue.asked)
+        self.decisions.found = plus(self.decisions.found, answer.present)
 
     def _worth(self, hit_len: int, present: GroupRuns, now_ns: int) -> int:
         """The tokens of a hit that are to be offered."""

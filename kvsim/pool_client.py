@@ -111,7 +111,7 @@ class PoolClient:
         assert sequence.kv is not None
         if self._answer_at_ps.get(sequence) == self._clock.now_ps:
             del self._answer_at_ps[sequence]
-        if plan.dialogue.open and self._clock.now_ns < plan.deadline_ns:
+        if plan.dialogue.open and sequence.kv.awaits(plan.ticket):
             self.lookup(sequence, plan)
             self.wake_at(sequence, plan.deadline_ns)
             return

@@ -20,6 +20,7 @@ from kvconnector.device_memory import DeviceMemory
 from kvconnector.events import PoolEvents
 from kvconnector.guard import GuardedStore
 from kvconnector.keys import InTreeFormat, KeyFormat, KeySpace, OwnFormat, require_in_tree
+from kvconnector.lookups import LookupThread
 from kvconnector.metadata import StepMetadata, WorkerReport
 from kvconnector.metrics import BREAKER, BREAKER_LEVEL, CONTROL_REFUSED, MAX_PINNED, SWITCHED_OFF, UNRECORDED, Numbers
 from kvconnector.plugin import register
@@ -30,7 +31,6 @@ from kvconnector.scheduler import SchedulerHalf
 from kvconnector.seal import Seal, SealedStore, require_final_blocks, seal_of
 from kvconnector.stats import PromMetrics, Stats
 from kvconnector.store import MooncakeStore
-from kvconnector.transfer import LookupThread
 from kvconnector.vllm_compat import (
     KVCacheEvent,
     KVConnectorBase_V1,

@@ -12,11 +12,11 @@ from typing import Any, cast
 from kvconnector.block_table import Located, located
 from kvconnector.events import PoolEvents
 from kvconnector.keys import KeySpace
+from kvconnector.lookups import LookupThread
 from kvconnector.metadata import Ended, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
 from kvconnector.metrics import LOOKUPS, PINNED, WAITING, Operation, Tally
 from kvconnector.plan_job import PlanJob
 from kvconnector.record import Life
-from kvconnector.transfer import LookupThread
 from kvcore.access import ALL_ACCESS, Access
 from kvcore.group_runs import GroupRuns, count_blocks
 from kvcore.keys import BlockHash, Namespace, shard_keys, whole_blocks
@@ -45,6 +45,7 @@ class _Tracked:
     filled_len: int = 0
     failed_ns: int = 0
     local_hit_len: int = 0
+    is_asking: bool = False
     has_run: bool = False
 
 
@@ -128,6 +129,7 @@ class SchedulerHalf:
         """The scheduler admitted the request; what it granted is loaded into the blocks it allocated."""
         tracked = self._track(request)
         self._starting_over.discard(tracked)
+        self._ask_no_more(tracked)
         now_ns = self._clock.now_ns()
         tracked.life.admitted(now_ns)
         tracked.filled_len += num_external_tokens
@@ -186,7 +188,7 @@ class SchedulerHalf:
             return False, None
         self._starting_over.discard(tracked)
         self._landing.pop(tracked, None)
-        self._lookups.forget(tracked)
+        self._ask_no_more(tracked)
         # The last sampled token, and what an overlapping step may still be computing, has no KV yet.
         num_valid = min(request.num_computed_tokens, request.num_tokens - 1, tracked.filled_len)
         tracked.life.finished_ns = now_ns = self._clock.now_ns()
@@ -207,7 +209,7 @@ class SchedulerHalf:
         if self.events is not None:
             self.events.reset()
         for tracked in {*self._tracked.values(), *(job.tracked for job in self._jobs.values())}:
-            self._lookups.forget(tracked)
+            self._ask_no_more(tracked)
             tracked.machine.reset()
 
     # -- inside -----------------------------------------------------------------------------------------------
@@ -260,12 +262,20 @@ class SchedulerHalf:
         return cast(Sequence[BlockHash], hashes[(run[0] + 1) * step - 1 : run[1] * step : step])
 
     def _ask(self, tracked: _Tracked, lookup: Lookup) -> None:
+        self._ask_no_more(tracked)
+        tracked.is_asking = True
         ask = partial(self._exists, self._keys, tracked.request.block_hashes)
         self.tally.add(LOOKUPS.of(), 1)
         self._lookups.submit(tracked, lookup, ask)
 
+    def _ask_no_more(self, tracked: _Tracked) -> None:
+        if tracked.is_asking:
+            tracked.is_asking = False
+            self._lookups.forget(tracked)
+
     def _take_answers(self) -> None:
         for tracked, lookup in self._lookups.take_answers():
+            tracked.is_asking = False
             now_ns = self._clock.now_ns()
             self.tally.answered(lookup, lookup.deadline_ns - self._policy.lookup_deadline_ns, now_ns)
             tracked.life.answered(lookup.dialogue, self._shards)

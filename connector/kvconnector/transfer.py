@@ -1,15 +1,13 @@
-"""All concurrency: jobs go in on the engine's thread, come out there as reports, and run elsewhere in between."""
+"""Loads and stores: jobs go in on the engine's thread, come out there as reports, and run elsewhere in between."""
 
 import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 from kvconnector.jobs import Ended, LoadJob, StoreJob
-from kvcore.group_runs import GroupRuns, count_blocks
-from kvcore.plans import Lookup
-from kvcore.ports import Clock, KVStore, StoreOutcome
+from kvcore.ports import Clock, StoreOutcome
 from kvcore.units import NS_PER_MS
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
@@ -105,80 +103,3 @@ class TransferThread(Generic[JobT]):
         failed = tuple(index for index, outcome in enumerate(outcomes) if outcome is not StoreOutcome.OK)
         gone = tuple(index for index in failed if outcomes[index] in _GONE)
         self._ended.append((job, Ended(job.job_id, 1, failed, gone)))
-
-
-Ask: TypeAlias = Callable[[KVStore[Any], GroupRuns, int], GroupRuns]
-"""(store, question, deadline_ns) -> what of the question is there."""
-
-
-class LookupThread:
-    """Carries lookups through, in the order they came; nobody waits for it. `asker` is the caller's own."""
-
-    def __init__(self, store: KVStore[Any], clock: Clock) -> None:
-        self._store = store
-        self._clock = clock
-        self._changed = threading.Condition()
-        self._asked: deque[tuple[Any, Lookup, Ask]] = deque()
-        self._current: Any = None
-        self._answered: list[tuple[Any, Lookup]] = []
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvtwin-lookup", daemon=True)
-        self._thread.start()
-
-    @property
-    def num_waiting(self) -> int:
-        """Lookups that have not begun."""
-        return len(self._asked)
-
-    def submit(self, asker: Any, lookup: Lookup, ask: Ask) -> None:
-        """Put its questions to the pool, one after another, until its deadline."""
-        with self._changed:
-            self._asked.append((asker, lookup, ask))
-            self._changed.notify()
-
-    def take_answers(self) -> list[tuple[Any, Lookup]]:
-        """(asker, lookup) of the lookups that ended since the last call."""
-        with self._changed:
-            answered, self._answered = self._answered, []
-        return answered
-
-    def forget(self, asker: Any) -> None:
-        """Drop the asker's lookups, those that ended too; one under way ends with its round, and is not told."""
-        with self._changed:
-            if self._current is asker:
-                self._current = None
-            self._asked = deque(asked for asked in self._asked if asked[0] is not asker)
-            self._answered = [answer for answer in self._answered if answer[0] is not asker]
-
-    def close(self) -> bool:
-        """Stop, and say whether the thread has ended."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._asked)
-                if self._closed:
-                    return
-                asker, lookup, ask = self._asked.popleft()
-                self._current = asker
-            self._carry_through(lookup, ask)
-            with self._changed:
-                if self._current is not None:
-                    self._answered.append((asker, lookup))
-
-    def _carry_through(self, lookup: Lookup, ask: Ask) -> None:
-        dialogue = lookup.dialogue
-        try:
-            while dialogue.open and self._is_wanted(lookup):
-                dialogue.answered(ask(self._store, dialogue.question, lookup.deadline_ns))
-        except Exception:
-            logger.exception("lookup of %d blocks failed", count_blocks(dialogue.question))
-
-    def _is_wanted(self, lookup: Lookup) -> bool:
-        forgotten = self._current is None or self._closed
-        return not forgotten and self._clock.now_ns() < lookup.deadline_ns

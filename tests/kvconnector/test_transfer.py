@@ -1,4 +1,4 @@
-"""Jobs end exactly once, those that wait too long without a byte moved; nobody waits for a question."""
+"""Jobs end exactly once, those that wait too long without a byte moved."""
 
 import threading
 import time
@@ -7,15 +7,10 @@ from collections import Counter
 import pytest
 from kvconnector.jobs import Ended, JobId, LoadJob, Stretch
 from kvconnector.lane import Lane
-from kvconnector.transfer import LookupThread, TransferThread
+from kvconnector.transfer import TransferThread
 
-import kvcore.frontier
 from kvcore.keys import Namespace
-from kvcore.planner import Planner
-from kvcore.plans import Lookup
 from kvcore.ports import StoreOutcome
-from kvcore.runs import intersect
-from kvcore.spec import FullAttention, ModelSpec
 from kvcore.units import NS_PER_MS
 
 OK, MISSING, TIMEOUT, UNAVAILABLE = (
@@ -25,12 +20,6 @@ OK, MISSING, TIMEOUT, UNAVAILABLE = (
     StoreOutcome.UNAVAILABLE,
 )
 DEADLINE_MS = 100
-
-
-@pytest.fixture(autouse=True)
-def three_batches(monkeypatch):
-    """Of a sequence this short too."""
-    monkeypatch.setattr(kvcore.frontier, "LONG_BATCH_HITS", 0)
 
 
 class HandClock:
@@ -155,144 +144,6 @@ def test_every_job_ends_exactly_once_while_deadlines_race_with_the_thread(transf
         ended += thread.take_ended()
     until(lambda: ended.extend(thread.take_ended()) or len(ended) >= 2_000)
     assert sorted(report.job_id for _, report in ended) == list(range(2_000))
-
-
-# --- lookups --------------------------------------------------------------------------------------------------------
-
-
-BLOCK = 4
-PLANNER = Planner(ModelSpec((FullAttention(BLOCK),)))
-NUM_TOKENS = 8_001
-"""2,000 blocks to ask for: 125 in the first round, 500 in the second, and the rest."""
-ROUNDS = [((0, 125),), ((125, 625),), ((625, 2_000),)]
-ALL = ((0, 2_000),)
-
-
-class Pool:
-    """Holds blocks; each call waits for `open`, then for what `before` does with the number of calls so far."""
-
-    def __init__(self, clock):
-        self.clock = clock
-        self.held = ALL
-        self.open = threading.Event()
-        self.open.set()
-        self.before = lambda num_calls: None
-        self.asked = []
-
-    def ask(self, store, question, deadline_ns):
-        assert store is self and deadline_ns > 0
-        (runs,) = question
-        self.asked.append(runs)
-        self.open.wait()
-        self.before(len(self.asked))
-        return (intersect(runs, self.held),)
-
-
-def lookup(ticket, deadline_ms=DEADLINE_MS, num_tokens=NUM_TOKENS):
-    return Lookup(ticket, PLANNER.frontier(0, num_tokens), deadline_ms * NS_PER_MS)
-
-
-@pytest.fixture
-def pool():
-    return Pool(HandClock())
-
-
-@pytest.fixture
-def lookups(pool):
-    thread = LookupThread(pool, pool.clock)
-    yield thread
-    pool.open.set()
-    assert thread.close()
-
-
-def answers(lookups, count):
-    taken = []
-    until(lambda: taken.extend(lookups.take_answers()) or len(taken) >= count)
-    return taken
-
-
-def small(ticket):
-    """One round about one block."""
-    return lookup(ticket, num_tokens=BLOCK + 1)
-
-
-def test_a_dialogue_is_carried_through_round_by_round(lookups, pool):
-    lookups.submit("a", lookup(1), pool.ask)
-    ((asker, ended),) = answers(lookups, 1)
-    assert (asker, ended.ticket, pool.asked) == ("a", 1, ROUNDS)
-    dialogue = ended.dialogue
-    assert (dialogue.open, dialogue.rounds, dialogue.present, dialogue.hit_len) == (False, 3, (ALL,), NUM_TOKENS - 1)
-
-
-def test_a_dialogue_ends_with_the_first_gap(lookups, pool):
-    pool.held = ((0, 400), (401, 2_000))
-    lookups.submit("a", lookup(1), pool.ask)
-    ((_, ended),) = answers(lookups, 1)
-    assert pool.asked == ROUNDS[:2]
-    assert (ended.dialogue.open, ended.dialogue.hit_len) == (False, 400 * BLOCK)
-
-
-@pytest.mark.parametrize("num_rounds", [0, 1, 2])
-def test_a_dialogue_is_broken_off_at_its_deadline(lookups, pool, num_rounds):
-    """What was answered until then stands; no further question is put."""
-    pool.clock.pass_ms(0 if num_rounds else DEADLINE_MS)
-    pool.before = lambda num_calls: pool.clock.pass_ms(DEADLINE_MS if num_calls == num_rounds else 0)
-    lookups.submit("a", lookup(1), pool.ask)
-    lookups.submit("b", small(2), pool.ask)
-    ended = answers(lookups, 2)
-    assert [asker for asker, _ in ended] == ["a", "b"]
-    assert pool.asked == ROUNDS[:num_rounds]
-    dialogue = ended[0][1].dialogue
-    assert dialogue.open and dialogue.rounds == num_rounds
-    assert dialogue.hit_len == (BLOCK * ROUNDS[num_rounds - 1][0][1] if num_rounds else 0)
-
-
-def test_the_last_nanosecond_before_the_deadline_is_enough_to_ask(lookups, pool):
-    pool.clock.time_ns = DEADLINE_MS * NS_PER_MS - 1
-    lookups.submit("a", lookup(1), pool.ask)
-    answers(lookups, 1)
-    assert pool.asked == ROUNDS
-
-
-@pytest.mark.parametrize("failing", [1, 2])
-def test_a_dialogue_whose_store_raises_keeps_the_rounds_before_and_the_thread_lives_on(lookups, pool, failing):
-    pool.before = lambda num_calls: 1 // (num_calls != failing)
-    lookups.submit("a", lookup(1), pool.ask)
-    ((asker, ended),) = answers(lookups, 1)
-    assert asker == "a" and pool.asked == ROUNDS[:failing]
-    assert (ended.dialogue.open, ended.dialogue.rounds) == (True, failing - 1)
-    lookups.submit("b", small(2), pool.ask)
-    ((_, ended),) = answers(lookups, 1)
-    assert ended.dialogue.hit_len == BLOCK
-
-
-def test_asking_never_waits_and_what_is_forgotten_is_not_asked(lookups, pool):
-    pool.open.clear()
-    lookups.submit("a", small(1), pool.ask)
-    until(lambda: pool.asked)
-    for asker in ("b", "c", "b"):
-        lookups.submit(asker, small(2), pool.ask)
-    lookups.forget("b")
-    assert lookups.take_answers() == []
-    pool.open.set()
-    assert [asker for asker, _ in answers(lookups, 2)] == ["a", "c"]
-    assert len(pool.asked) == 2
-    lookups.submit("d", small(3), pool.ask)
-    until(lambda: len(pool.asked) == 3)
-    time.sleep(0.01)
-    lookups.forget("d")
-    assert lookups.take_answers() == []
-
-
-def test_what_is_forgotten_between_two_rounds_is_asked_no_further_and_never_answered(lookups, pool):
-    pool.open.clear()
-    lookups.submit("a", lookup(1), pool.ask)
-    until(lambda: pool.asked)
-    lookups.forget("a")
-    lookups.submit("b", small(2), pool.ask)
-    pool.open.set()
-    assert [asker for asker, _ in answers(lookups, 1)] == ["b"]
-    assert pool.asked == [ROUNDS[0], ((0, 1),)]
 
 
 # --- calls that cannot be interrupted -------------------------------------------------------------------------------

@@ -99,8 +99,11 @@ class Driver(SharedPool):
             amount -= live.num_computed - before
 
     def admit(self, live, grant):
-        local = live.engine.local_hit(live, self.model.limit(live.num_tokens))
+        local, num_late = live.engine.local_hit(live, self.model.limit(live.num_tokens)), live.num_late
         answer = live.machine.consider(local, live.num_tokens, self.now_ns)
+        if live.num_late > num_late:
+            (late,) = [q for q in self.questions if (q.live, q.lookup.ticket) == (live, live.last_lookup)]
+            live.answers[live.last_lookup] = as_sets(late.lookup.dialogue.present)
         assert self.access.reads is Switch.ON or answer == Offer(0), "asks or loads while reads are off"
         if isinstance(answer, Lookup):
             self.ask(live, answer)
@@ -252,9 +255,10 @@ class Driver(SharedPool):
         self.break_off(question)
 
     def break_off(self, question):
-        lookup = question.lookup
-        question.live.answers.setdefault(lookup.ticket, as_sets(lookup.dialogue.present))
-        question.live.machine.lookup_answered(lookup.ticket, self.now_ns)
+        lookup, live = question.lookup, question.live
+        if live.machine.awaits(lookup.ticket):
+            live.answers[lookup.ticket] = as_sets(lookup.dialogue.present)
+        live.machine.lookup_answered(lookup.ticket, self.now_ns)
 
     # -- plans --------------------------------------------------------------------------------------------------------
 

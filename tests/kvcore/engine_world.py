@@ -59,6 +59,11 @@ class Live:
     due: set = field(default_factory=set)
     """Objects known to be missing in the pool, to be stored with the first step."""
 
+    @property
+    def num_late(self):
+        """Lookups that took too long."""
+        return self.machine.decisions.late_lookups
+
     def name(self, index, position):
         """Of an object's content, in the engine's memory."""
         end = self.engine.kinds[index].end(position)

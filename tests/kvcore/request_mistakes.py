@@ -5,7 +5,7 @@ from dataclasses import replace
 from kvcore.group_runs import plus
 from kvcore.memory import BlockMemory
 from kvcore.planner import Planner
-from kvcore.plans import Offer, Wait
+from kvcore.plans import Lookup, Offer, Wait
 from kvcore.request import KVRequest, State
 from kvcore.spec import ModelSpec
 from tests.kvcore.driver_world import never
@@ -48,8 +48,10 @@ class OffersTheWholePrompt(KVRequest):
 
 
 class WaitsForEver(KVRequest):
-    def _wait(self, answer, now_ns):
-        return Wait(now_ns + 1)
+    def consider(self, local_hit_len, num_tokens, now_ns):
+        answer = super().consider(local_hit_len, num_tokens, now_ns)
+        is_heard = self._answer is None or self._answer.told or isinstance(answer, Lookup)
+        return answer if is_heard else Wait(now_ns + 1)
 
 
 class ForgetsOldAnswers(KVRequest):

@@ -168,15 +168,40 @@ def test_an_answer_counts_once():
     assert request.decisions.late_answers == 1
 
 
-def test_the_deadline_ends_the_wait_and_the_late_answer_is_dropped():
+def test_the_deadline_ends_the_wait_and_a_late_answer_counts_until_the_request_is_admitted():
     request = machine()
     lookup = request.consider(0, PROMPT, now_ns=0)
     assert request.consider(0, PROMPT, now_ns=99) == Wait(100)
     assert request.consider(0, PROMPT, now_ns=100) == Offer(0)
+    assert request.awaits(lookup.ticket)
     answer(request, lookup, blocks((0, 10)), 101)
-    assert request.consider(0, PROMPT, now_ns=102) == Offer(0)
-    assert (request.decisions.late_lookups, request.decisions.late_answers) == (1, 1)
-    assert isinstance(request.consider(0, PROMPT, now_ns=1_101), Lookup), "asked again once the offer has aged"
+    assert not request.awaits(lookup.ticket)
+    assert request.consider(0, PROMPT, now_ns=102) == Offer(10 * B)
+    assert (request.decisions.late_lookups, request.decisions.late_answers) == (1, 0)
+    assert request.consider(0, PROMPT, now_ns=1_101) == Offer(10 * B), "believed from when it was told"
+    assert isinstance(request.consider(0, PROMPT, now_ns=1_102), Lookup)
+
+
+def test_a_late_answer_is_dropped_once_the_request_is_admitted():
+    request = machine()
+    lookup = request.consider(0, PROMPT, now_ns=0)
+    assert request.consider(0, PROMPT, now_ns=100) == Offer(0)
+    request.granted(0, 101)
+    assert not request.awaits(lookup.ticket)
+    answer(request, lookup, blocks((0, 10)), 102)
+    assert (request.decisions.late_answers, request.decisions.found) == (1, blocks())
+
+
+def test_without_an_answer_the_pool_is_asked_again_once_the_miss_has_aged():
+    request = machine()
+    late = request.consider(0, PROMPT, now_ns=0)
+    assert request.consider(0, PROMPT, now_ns=100) == Offer(0)
+    assert request.consider(0, PROMPT, now_ns=1_100) == Offer(0)
+    again = request.consider(0, PROMPT, now_ns=1_101)
+    answer(request, late, blocks((0, 10)), 1_102)
+    assert isinstance(request.consider(0, PROMPT, now_ns=1_103), Wait), "that was the answer to another question"
+    answer(request, again, blocks((0, 3)), 1_104)
+    assert request.consider(0, PROMPT, now_ns=1_105) == Offer(3 * B)
 
 
 def test_an_answer_after_the_deadline_that_nobody_noticed_still_counts():
