@@ -92,7 +92,7 @@ PROMPT_TOKENS = Metric(
 )
 LOOKUPS = Metric(Kind.COUNTER, "lookups_total", "Lookups that were begun.")
 ROUNDS = Metric(Kind.COUNTER, "lookup_rounds_total", "Questions to the pool, of lookups that ended.")
-LATE_LOOKUPS = Metric(Kind.COUNTER, "late_lookups_total", "Lookups not answered by their deadline, which is a miss.")
+LATE_LOOKUPS = Metric(Kind.COUNTER, "late_lookups_total", "Lookups that had not ended by their deadline.")
 LATE_ANSWERS = Metric(Kind.COUNTER, "late_answers_total", "Answers and reports that nobody waited for any more.")
 LATE_MISSES = Metric(Kind.COUNTER, "late_misses_total", "Blocks that a lookup promised and the load did not deliver.")
 REJECTED = Metric(

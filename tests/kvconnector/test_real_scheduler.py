@@ -23,7 +23,7 @@ SOME = st.sampled_from((0, 0, 0, 0b1, 0b10, 0b1000, 0b10100, 0b11111111))
 """Which blocks of a transfer fail: those whose index modulo 8 is a bit of it."""
 
 SEARCH = settings(
-    max_examples=400, stateful_step_count=60, phases=[Phase.generate], database=None, derandomize=True,
+    max_examples=250, stateful_step_count=60, phases=[Phase.generate], database=None, derandomize=True,
     report_multiple_bugs=False, suppress_health_check=list(HealthCheck), deadline=None,
 )  # fmt: skip
 
@@ -79,7 +79,7 @@ class Interleavings(RuleBasedStateMachine):
         num_blocks = sum(40 // spec.block_size + 2 for spec in specs) + 2 + spare
         scheduling = depth, num_drafts, budget, policy, caching
         self.engine = self.engines.Engine(specs, num_blocks, num_ranks, *scheduling, self.num_kv_heads)
-        self.expected, self.num_requests = {}, 0
+        self.expected, self.num_requests, self.num_before = {}, 0, 0
         self.breaks()
 
     @precondition(lambda self: len(self.engine.live()) < 5)
@@ -166,6 +166,15 @@ class Interleavings(RuleBasedStateMachine):
         self.engine.drain()
         self.engine.scheduler.reset_prefix_cache()
 
+    @rule(lineage=st.sampled_from(LINEAGES), num_prompt=st.integers(4, 26), num_output=st.integers(1, 11))
+    def come_back(self, lineage, num_prompt, num_output):
+        """To an engine that holds nothing any more: it waits for a load, if the pool has its blocks."""
+        self.go_on()
+        self.arrive(lineage, num_prompt, num_output, 0, True)
+        self.step(1)
+        self.answer(3)
+        self.step(1)
+
     @rule(milliseconds=st.sampled_from((1, 1, 100, 5_000)))
     def wait(self, milliseconds):
         self.engine.now_ns += milliseconds * 1_000_000
@@ -193,9 +202,12 @@ class Interleavings(RuleBasedStateMachine):
         except RuntimeError as error:  # raised into the call of whoever wants it, not into the engine's loop
             assert "Failed to reset KV cache" in str(error)
 
+    @precondition(lambda self: self.num_requests > self.num_before + 2)
     @precondition(lambda self: not self.engine.scheduled and not self.engine.executed)
     @rule()
     def update_weights(self):
+        """Rarely: afterwards the pool is of no use."""
+        self.num_before = self.num_requests
         self.seen["weights"] += self.engine.update_weights()
 
     def teardown(self):
