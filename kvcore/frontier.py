@@ -18,7 +18,7 @@ from kvcore.runs import normalize, subtract
 from kvcore.spec import ModelSpec
 from kvcore.tails import cover, tail_units
 from kvcore.types import Run, Runs
-from kvcore.units import align_down, align_up
+from kvcore.units import align_down, align_up, div_ceil
 
 FIRST_BATCH_HITS = 64
 """Boundaries in the first batch, at least: a round trip costs as much as some 50 keys (`batch_is_exist`, loopback)."""
@@ -56,6 +56,7 @@ class Frontier:
     _known: GroupRuns = field(init=False)
     _lost: GroupRuns = field(init=False)
     _asked_blocks: list[int] = field(init=False)
+    _whole_len: int = field(init=False)
     _batches: list[int] = field(init=False)
     _tails_due: bool = field(init=False)
     _top: int | None = field(init=False, default=None)
@@ -71,6 +72,7 @@ class Frontier:
         self.question = self.asked = self.present = nothing
         self._asked_blocks = [self.local_hit_len // spec.block_size for spec in self.model.groups]
         self._lost = nothing
+        self._whole_len = self.limit
         if any(self.denied):
             self._lost = (*map(subtract, self.denied, self._held), *self.denied[len(groups) :])
             self.limit = self._undenied_len()
@@ -131,11 +133,20 @@ class Frontier:
         return [*(end for end in ends if end < self.limit), self.limit]
 
     def _prefix(self, length: int) -> GroupRuns:
-        """What the prefix-closed groups need for a hit of `length` and were not asked for; whole blocks only."""
+        """What the prefix-closed groups need for a hit of `length` and were not asked for; whole blocks only.
+
+        With the last of them one that reaches beyond what the denied blocks leave, where it can be split.
+        """
         question = list(self._nothing)
         for group in self._closed:
-            start = self._asked_blocks[group]
-            end = (length + self._units.margins[group]) // self.model.groups[group].block_size
+            start, size, margin = (
+                self._asked_blocks[group],
+                self.model.groups[group].block_size,
+                self._units.margins[group],
+            )
+            end = (length + margin) // size
+            if length == self.limit and group in self.model.tail_groups:
+                end = min(div_ceil(length + margin, size), (self._whole_len + margin) // size)
             if start < end:
                 self._asked_blocks[group] = end
                 question[group] = ((start, end),)

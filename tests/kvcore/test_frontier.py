@@ -7,7 +7,7 @@ place, `broken_promises`, which the controls at the end must not get past.
 import math
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import kvcore.frontier
@@ -137,8 +137,16 @@ def needed_by_some_hit(model, local, limit, denied):
     return useful
 
 
+SPLIT = ModelSpec(
+    (FullAttention(3), Recurrent(1), FullAttention(1)), eagle_groups=frozenset({0}), hash_unit=1, hit_unit=1
+)
+WHOLE_BLOCKS_ONLY = (*objects_of(SPLIT, NUM_TOKENS)[:3], set())
+
+
 @given(cases())
+@example((SPLIT, 0, 2, (set(), set(), {1}, set()), WHOLE_BLOCKS_ONLY))
 def test_it_finds_the_longest_hit_and_asks_for_little(case):
+    """The example: what is denied leaves less of a block than proves it, and the pool has no tail but the whole."""
     assert broken_promises(case) == set()
 
 
