@@ -1,5 +1,9 @@
-"""One pool for vLLM's MooncakeStoreConnector and this one with its keys: each hits what the other one stored."""
+"""One pool for vLLM's MooncakeStoreConnector and this one with its keys: each hits what the other one stored.
 
+Both are set up as in connector/deploy/rolling-over.
+"""
+
+import json
 import tempfile
 from dataclasses import dataclass
 
@@ -10,12 +14,23 @@ from connector.testbed.tiny_model import write_tiny_model
 from tests.e2e.conftest import CONNECTOR
 from tests.e2e.processes import Engine
 from tests.e2e.test_pool_hits import overwrite_with_noise
+from tests.kvconnector.recipes import DEPLOY
 
 pytestmark = [pytest.mark.engine, pytest.mark.store, pytest.mark.slow]
 
-OURS = {**CONNECTOR, "extra": {**CONNECTOR["extra"], "key_format": "vllm", "cache_prefix": "fleet"}}
-THEIRS = {"name": "MooncakeStoreConnector", "extra": {"cache_prefix": "fleet"}}
 
+def stage_of(recipe):
+    """An engine's connector at that stage of the recipe, as patient as a slow machine must be."""
+    settings = json.loads((DEPLOY / "rolling-over" / f"{recipe}.json").read_text(encoding="utf-8"))
+    ours = settings["kv_connector"] == CONNECTOR["name"]
+    return {
+        "name": settings["kv_connector"],
+        "module": CONNECTOR["module"] if ours else None,
+        "extra": {**settings["kv_connector_extra_config"], **(CONNECTOR["extra"] if ours else {})},
+    }
+
+
+THEIRS, OURS = stage_of("before"), stage_of("during")
 
 MODELS = {
     "qwen3": {},
