@@ -159,6 +159,7 @@ def test_an_engine_starts_without_a_pool_and_joins_it_later(tmp_path, prompt):
 
 
 def test_without_a_master_requests_finish_and_hits_resume_when_it_is_back(engines, prompt, free_blocks):
+    """Case S22, without load; with it in test_case_pool."""
     first, second, third = prompt(700, 1), prompt(700, 2), prompt(700, 3)
     right = engines.plain.generate([first, second, third])["tokens"]
     engines.store([first])

@@ -31,10 +31,11 @@ def test_control_noise_in_the_pool_changes_the_tokens(engines, prompt):
 
 
 def test_a_hit_leaves_at_least_one_token_to_compute(engines, prompt):
+    """Case S04: 22 whole blocks, of which a token must be computed."""
     tokens = prompt(704)
     right = engines.store([tokens])["tokens"]
     hit = engines.read([tokens])
-    assert hit["cached"] == [672]
+    assert (hit["cached"], hit["computed"]) == ([672], 32 + 15)
     assert hit["tokens"] == right
 
 

@@ -87,18 +87,8 @@ def taken_away(engines, prompt, after_steps, quiet):
     return worked, tokens, right
 
 
-def test_preemption_and_chunked_prefill_cold_and_warm(engines, cramped, prompt):
-    """Warm, what is computed is the rest of each prompt, its answer, and what preemption loses: no prompt twice."""
-    prompts = [prompt(300, number) for number in range(8)]
-    right = engines.plain.generate(prompts, 150)["tokens"]
-    cold, warm = cramped.generate(prompts, 150), cramped.generate(prompts, 150)
-    assert cold["tokens"] == warm["tokens"] == right
-    assert min(cold["preemptions"], warm["preemptions"]) > 0
-    assert (cold["cached"], warm["cached"]) == ([0] * 8, [288] * 8)
-    assert warm["computed"] < cold["computed"] / 2
-
-
 def test_a_reset_of_the_connector_leaves_the_pool_s_content_behind(cramped, prompt):
+    """Case S23: what other engines share stays, so the call succeeds whatever the pool does."""
     tokens = prompt(700)
     right = cramped.generate([tokens])["tokens"]
     assert cramped.generate([tokens])["cached"] == [672]
@@ -109,6 +99,7 @@ def test_a_reset_of_the_connector_leaves_the_pool_s_content_behind(cramped, prom
 
 
 def test_a_full_pool_rejects_stores_and_takes_later_ones(engines, cramped, prompt):
+    """Case S21, of many prompts; of one in test_case_pool."""
     prompts = [prompt(700, number) for number in range(26)]
     right = engines.plain.generate(prompts, 8)["tokens"]
     before = outcomes(cramped, "store")
@@ -121,6 +112,7 @@ def test_a_full_pool_rejects_stores_and_takes_later_ones(engines, cramped, promp
 
 
 def test_what_is_evicted_while_its_load_waits_is_recomputed(cramped, prompt, faults):
+    """Case S13, of one request; of 16 at once in test_case_pool."""
     tokens = prompt(700)
     right = cramped.generate([tokens])["tokens"][0]
     stored, free_blocks = set(cramped.pool.master.stored_keys()), cramped.engine.call("free_blocks")
