@@ -45,7 +45,9 @@ EnumT = TypeVar("EnumT", bound=Enum)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 _POWER_OF_1024 = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
-_FLAGS = {"true": True, "false": False}
+_FLAGS = dict.fromkeys(("true", "1", "yes", "on", "enable"), True)
+_FLAGS |= dict.fromkeys(("false", "0", "no", "off", "disable", ""), False)
+"""As Mooncake reads them."""
 
 
 class Settings:
@@ -103,7 +105,7 @@ class Settings:
     def flag(self, key: str, *, default: bool) -> bool:
         """Also as a text, which is all that an environment variable can be."""
         value = self.value(key, default)
-        flag = _FLAGS.get(value.lower()) if isinstance(value, str) else value
+        flag = _FLAGS.get(value.strip().lower()) if isinstance(value, str) else value
         if not isinstance(flag, bool):
             raise InvalidArgument(key, value, "true or false")
         return flag

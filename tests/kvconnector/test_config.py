@@ -168,7 +168,8 @@ def test_mooncake_s_variables_and_file_say_the_same(tmp_path):
     pool = read_config({}, "kv_both", environment).pool
     assert (pool.global_segment_bytes, pool.ssd_path) == (4 << 30, "/ssd")
     assert pool.replication == Replication(preferred_segments=("a:1",))
-    assert read_config({}, "kv_both", environment | {"MOONCAKE_OFFLOAD_ENABLED": "false"}).pool.ssd_path == ""
+    for text, path in (("false", ""), ("0", ""), ("", ""), ("1", "/ssd"), (" Yes", "/ssd")):
+        assert read_config({}, "kv_both", environment | {"MOONCAKE_OFFLOAD_ENABLED": text}).pool.ssd_path == path
 
 
 def test_each_worker_has_a_folder_of_its_own():
