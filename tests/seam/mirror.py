@@ -113,12 +113,12 @@ class Half:
         """Tokens that the half knows to be in the request's blocks."""
         return self.scheduler._tracked[self.request.request_id].filled_len
 
-    def decode_to(self, num_tokens, now_ns):
-        """The last of the steps that a simulator jumps over; none of them fills a block that is stored now."""
+    def compute_to(self, num_tokens, store, now_ns):
+        """The steps up to there, as one: what a simulator jumps over, or does not tell, stores nothing."""
         self.now_ns = now_ns
-        self.request.num_computed_tokens = num_tokens - 1
+        self.request.num_computed_tokens = min(self.filled_len(), num_tokens - 1)
         self.request.num_tokens = max(self.request.num_tokens, num_tokens)
-        self.expect_plans(None, None, {self.request.request_id: 1})
+        self.expect_plans(None, store, {self.request.request_id: num_tokens - self.request.num_computed_tokens})
 
     def reset(self):
         self.num_resets += 1
@@ -278,10 +278,7 @@ class Mirror(KVRequest):
 
     def computed(self, num_tokens, now_ns):
         store = super().computed(num_tokens, now_ns)
-        self.half.now_ns = now_ns
-        self.half.request.num_computed_tokens = num_tokens - 1
-        self.half.request.num_tokens = max(self.half.request.num_tokens, num_tokens)
-        self.half.expect_plans(None, store, {self.half.request.request_id: 1})
+        self.half.compute_to(num_tokens, store, now_ns)
         return store
 
     def state_saved(self, group, state_len, now_ns):
@@ -306,7 +303,7 @@ class Mirror(KVRequest):
 
     def finished(self, num_tokens, now_ns):
         if self.state is State.COMPUTING and self.half.filled_len() < num_tokens:
-            self.half.decode_to(num_tokens, now_ns)
+            self.half.compute_to(num_tokens, None, now_ns)
         store = super().finished(num_tokens, now_ns)
         self.half.now_ns = now_ns
         self.half.request.num_computed_tokens = num_tokens
