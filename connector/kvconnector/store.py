@@ -35,8 +35,8 @@ ABANDONED_NS = 55 * NS_PER_S
 DOUBTFUL_NS = 100 * NS_PER_MS
 """What took longer to read must still be there: in less no master is started anew and gives its memory to others."""
 
-SILENCE_NS = NS_PER_S
-"""A call that loses something sooner has found a holder gone, and costs nothing; what is with others is still moved."""
+SILENCE_NS = 2 * NS_PER_S
+"""A holder that says nothing costs a call this long or longer (see `kvconnector.link`), one that is gone a second."""
 
 _PAGE_BYTES = 4_096
 _PADDING_BYTES = 2 * _PAGE_BYTES
