@@ -52,6 +52,7 @@ from kvconnector.vllm_compat import (
     require_memory_that_stays,
     require_one_allocator,
     shardings,
+    untested_version,
     worker_name,
 )
 from kvconnector.worker import WorkerHalf
@@ -115,6 +116,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
             unit = hash_block_size(vllm_config, kv_cache_config)
             keys = KeySpace(names.namespace, unit, cuts[0].layout.num_ranks, cuts)
             logger.info(announcement(config, keys, model, describe_hashes(vllm_config)))
+            if warning := untested_version():
+                logger.warning("%s", warning)
             if has_private_hashes(vllm_config):
                 logger.warning(PRIVATE_HASHES)
             planner = make_planner(config, model)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import vllm
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -71,8 +72,12 @@ __all__ = [
     "require_memory_that_stays",
     "require_one_allocator",
     "shardings",
+    "untested_version",
     "worker_name",
 ]
+
+TESTED = {"0.32": "run on CPU", "0.33": "its signatures and scheduler, without a model"}
+"""vLLM's versions, and what was done with each."""
 
 _KV_HEADS = re.compile("kv_head|key_value_head|query_group|attention_group|heads_in_group")
 """In the name of a field of a model's configuration: a number of KV heads."""
@@ -106,7 +111,7 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, Namesp
     """Everything two engines must have in common for the bytes of one to be right in the other, and to be found."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return {
-        "format": 2,
+        "format": 3,
         "model": str(model.model),
         "revision": model.revision,
         "quantization": None if model.quantization is None else str(model.quantization),
@@ -121,10 +126,21 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, Namesp
         "hash_block_size": hash_block_size(vllm_config, kv_cache_config),
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": _hash_seed(vllm_config),
-        "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "shards": [sharding.num_shards for sharding in shardings(vllm_config, kv_cache_config)],
+        "stages": os.environ.get("VLLM_PP_LAYER_PARTITION") if parallel.pipeline_parallel_size > 1 else None,
+        "shards": _shard_fields(vllm_config, kv_cache_config),
     }
+
+
+def _shard_fields(vllm_config: Any, kv_cache_config: Any) -> list[NamespaceField]:
+    """Objects that a block of each group is; None for a group of which nothing is stored.
+
+    With all else equal it says what each object holds: the latent, or one part of the KV heads of so many. The tensor
+    parallel size is not in it: a latent is the same on any number of ranks, and so is one of two heads on two or four.
+    """
+    cuts = shardings(vllm_config, kv_cache_config)
+    cacheable = [_one_spec(group).prefix_cacheable for group in kv_cache_config.kv_cache_groups]
+    return [cut.num_shards if stored else None for cut, stored in zip(cuts, cacheable, strict=True)]
 
 
 def in_tree_model_name(vllm_config: Any) -> str:
@@ -208,6 +224,13 @@ def shardings(vllm_config: Any, kv_cache_config: Any) -> tuple[Sharding, ...]:
     layout = RankLayout(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
     groups = kv_cache_config.kv_cache_groups
     return tuple(Sharding(layout, _num_parts(vllm_config, group, layout.tp)) for group in groups)
+
+
+def untested_version(version: str = vllm.__version__) -> str | None:
+    """What to warn of when this vLLM is none that was tested; it names those that were."""
+    tested = ", ".join(f"{known} ({how})" for known, how in TESTED.items())
+    known = ".".join(version.split(".")[:2]) in TESTED
+    return None if known else f"vLLM {version} has not been tested with kvtwin, but {tested}"
 
 
 def require_memory_that_stays(vllm_config: Any) -> None:

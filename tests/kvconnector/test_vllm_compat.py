@@ -216,6 +216,67 @@ def test_engines_that_cut_blocks_otherwise_share_no_namespace():
     assert len(digests) == 2
 
 
+ONE_LATENT, WHOLE_HEADS, HEAD = (
+    lambda tp: (heads("MLAAttentionSpec", 1),),
+    lambda tp: (heads("FullAttentionSpec", max(1, 2 // tp)),),
+    lambda tp: (heads("FullAttentionSpec", 1),),
+)
+DRAFTS = SimpleNamespace(method="eagle", model="org/draft", revision=None)
+SWA = {"num_key_value_heads": 2, "swa_num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("specs", "total", "sizes", "engine", "shared"),
+    [
+        (ONE_LATENT, 16, (1, 2), {}, True),
+        (ONE_LATENT, 16, (1, 8), {}, True),
+        (ONE_LATENT, 16, (2, 4), {"pipeline_parallel_size": 2}, True),
+        (ONE_LATENT, 16, (1, 2), {"speculative_config": DRAFTS}, True),  # a draft layer with a latent has it whole, too
+        (HEAD, 1, (1, 2), {}, True),
+        (HEAD, 1, (1, 4), {}, True),
+        (HEAD, 2, (2, 4), {}, True),
+        (HEAD, 2, (4, 8), {}, True),
+        (WHOLE_HEADS, 2, (1, 2), {}, False),  # an object of both heads, objects of one
+        (WHOLE_HEADS, 2, (1, 4), {}, False),
+        (HEAD, 1, (1, 2), {"speculative_config": DRAFTS}, False),
+        (HEAD, 2, (2, 4), {"hf_text_config": SWA}, False),  # a rank may hold one head of two, or of four
+        (HEAD, 3, (3, 4), {}, False),
+        (lambda tp: (mamba(),), 1, (1, 2), {}, False),  # each rank has a part of the state, whatever its size
+        (lambda tp: (heads("MLAAttentionSpec", 1), mamba()), 1, (1, 2), {}, False),
+        # Of a request's own buffers nothing is stored: they need not be the same.
+        (lambda tp: (heads("MLAAttentionSpec", 1), attention("CircularBufferSpec")), 1, (1, 2), {}, True),
+    ],
+)
+def test_engines_of_two_tensor_parallel_sizes_share_where_their_objects_are_the_same(
+    specs, total, sizes, engine, shared
+):
+    from kvconnector.vllm_compat import namespace_fields
+
+    digests = set()
+    for tp in sizes:
+        config = engine_config(**{"tensor_parallel_size": tp, "get_total_num_kv_heads": lambda: total, **engine})
+        block_size = 64 if any(type(spec).__name__ == "MambaSpec" for spec in specs(tp)) else 16
+        config.cache_config.block_size = block_size
+        caches = cache_config(*(replace(spec, block_size=block_size) for spec in specs(tp)))
+        digests.add(namespace_digest(namespace_fields(config, caches)))
+    assert (len(digests) == 1) == shared
+
+
+def test_stages_with_other_layers_share_nothing(monkeypatch):
+    from kvconnector.vllm_compat import namespace_fields
+
+    def digest(pp):
+        fields = namespace_fields(
+            engine_config(pipeline_parallel_size=pp), cache_config(attention("FullAttentionSpec"))
+        )
+        return namespace_digest(fields)
+
+    whole, staged = digest(1), digest(3)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "4,5,3")
+    assert digest(1) == whole
+    assert len({whole, staged, digest(3)}) == 3
+
+
 def test_the_hash_unit_is_the_common_divisor_of_the_groups():
     from kvconnector.vllm_compat import hash_block_size
 
@@ -301,6 +362,22 @@ def test_the_plugin_makes_the_connector_known_and_may_run_twice():
     from kvconnector.connector import KVTwinConnector
 
     assert connector is KVTwinConnector
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "0.3.2", "1.0", "0.320.1", "dev"])
+def test_a_version_that_nobody_has_tried_is_named_beside_those_that_were(version):
+    from kvconnector.vllm_compat import untested_version
+
+    warning = untested_version(version)
+    assert all(part in warning for part in (f"vLLM {version} has not been tested", "0.32 (run on CPU)", "0.33 ("))
+
+
+def test_a_version_that_was_tried_is_not_warned_of():
+    from kvconnector.vllm_compat import untested_version
+
+    tried = ("0.32.0", "0.32.1", "0.33.0", "0.33.0+cu130", "0.32.0.dev1")
+    assert [untested_version(version) for version in tried] == [None] * 5
+    assert untested_version() is None, "the installed one"
 
 
 def test_every_method_vllm_requires_of_a_connector_is_there_and_takes_its_arguments():
