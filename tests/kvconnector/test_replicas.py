@@ -5,13 +5,15 @@ from dataclasses import replace
 from functools import reduce
 
 import pytest
+from kvconnector.config import PoolConfig
 from kvconnector.jobs import Ended, LoadJob, StoreJob
 
+from connector.testbed.pool import Pool
 from kvcore.errors import InvalidArgument
-from kvcore.keys import BlockKey
+from kvcore.keys import BlockKey, Namespace, parse_key
 from kvcore.ports import StoreOutcome
 from kvcore.ranks import RankLayout, Sharding
-from tests.kvconnector.test_transfer import until
+from tests.kvconnector.test_transfer import MonotonicClock, until
 from tests.kvconnector.test_worker import CONFIG, AddressedStore, N, entries, make_worker, outcome, random_cache, step
 
 pytestmark = pytest.mark.engine
@@ -62,6 +64,8 @@ def aggregated(ranks):
 
 
 BLOCKS = entries((0, 5), (1, 2), (2, 0), (3, 1), (4, 4))
+USED = [5, 2, 0, 1, 4]
+"""The block ids in it."""
 
 
 @pytest.mark.parametrize("cut", [Sharding(FOUR, 2), Sharding(RankLayout(tp=2, pp=2), 1)], ids=["heads", "stages"])
@@ -152,6 +156,100 @@ def test_a_shard_that_is_lost_is_missed_by_its_rank_and_gone_for_all(workers, st
     for rank in ranks:
         step(rank, loads=[LoadJob(2, "b", N, BLOCKS)])
     assert aggregated(ranks) == Ended(2, 2, failed=(2,), gone=(2,))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_engines_of_two_tensor_parallel_sizes_load_what_the_other_stored(workers, store, num_kv_heads):
+    """A latent on one rank and on four, or two KV heads on two ranks and on four; each shard is stored once."""
+    import torch
+
+    few, many = Sharding(RankLayout(tp=num_kv_heads), num_kv_heads), Sharding(FOUR, num_kv_heads)
+    for namespace, writing, reading in ((Namespace("up"), few, many), (Namespace("down"), many, few)):
+        heads = [random_cache(2, 3) for _ in range(num_kv_heads)]
+        written = [heads[writing.shard_of(rank)].clone() for rank in range(writing.layout.num_ranks)]
+        for rank, cache in enumerate(written):
+            writer = workers([cache], rank=rank, cuts=(writing,))
+            step(writer, stores=[StoreJob(1, "a", namespace, BLOCKS)])
+            outcome(writer)
+        stored = Counter(key for key in store.put_keys if key.namespace == namespace)
+        assert stored == Counter(key for block in range(5) for key in reading.keys(namespace, 0, b"h%d" % block))
+        for rank in range(reading.layout.num_ranks):
+            cache = random_cache(2, 3)
+            reader = workers([cache], rank=rank, cuts=(reading,))
+            step(reader, loads=[LoadJob(2, "b", namespace, BLOCKS)])
+            assert outcome(reader)[3] == [Ended(2, 1, ())]
+            assert torch.equal(cache[USED], heads[reading.shard_of(rank)][USED])
+
+
+# --- pipeline stages --------------------------------------------------------------------------------------------------
+
+STAGES = (Sharding(RankLayout(pp=2), 1),)
+LAYERS = [(2, 3), (2, 3)], [(4,)]
+"""Of the group on each stage: shape of a layer's block."""
+
+
+def stage_layers():
+    return [[random_cache(*shape) for shape in layers] for layers in LAYERS]
+
+
+def store_and_load_on_two_stages(stores, workers):
+    """Each stage stores what is in its layers, and loads it into an engine's that has other bytes there."""
+    import torch
+
+    written, read = stage_layers(), stage_layers()
+    for caches, jobs in (
+        (written, {"stores": [StoreJob(1, "a", N, BLOCKS)]}),
+        (read, {"loads": [LoadJob(1, "b", N, BLOCKS)]}),
+    ):
+        for rank, layers in enumerate(caches):
+            worker = workers(stores[rank], layers, rank)
+            step(worker, **jobs)
+            assert outcome(worker)[3] == [Ended(1, 1, ())]
+    for layers, wanted in zip(read, written, strict=True):
+        for layer, right in zip(layers, wanted, strict=True):
+            assert torch.equal(layer[USED], right[USED])
+
+
+def test_two_stages_store_and_load_their_own_layers(workers, store):
+    store_and_load_on_two_stages((store, store), lambda _, layers, rank: workers(layers, rank=rank, cuts=STAGES))
+    assert Counter(key.rank for key in store.put_keys) == {0: len(BLOCKS), 1: len(BLOCKS)}
+    assert [len(store.raw(BlockKey(N, 0, stage, b"h0"))) for stage in (0, 1)] == [2 * 2 * 3 * 4, 4 * 4]
+
+
+@pytest.mark.store
+@pytest.mark.slow
+def test_two_stages_store_and_load_their_own_layers_in_the_real_pool(tmp_path):
+    """Each through a client of its own, as in a process of its own."""
+    from kvconnector.store import MooncakeStore
+
+    pool, made = Pool(tmp_path), []
+    config = PoolConfig(pool.master.address, local_hostname="127.0.0.1")
+
+    def make(client, layers, rank):
+        made.append(make_worker(client, [layers], rank, cuts=STAGES))
+        return made[-1]
+
+    clients = [MooncakeStore(config, MonotonicClock()) for _ in LAYERS]
+    try:
+        store_and_load_on_two_stages(clients, make)
+        assert Counter(parse_key(key).rank for key in pool.master.stored_keys()) == {0: len(BLOCKS), 1: len(BLOCKS)}
+    finally:
+        for worker in made:
+            assert worker.close()
+        for client in clients:
+            client.close()
+        pool.kill()
+
+
+def test_control_a_stage_cannot_load_what_another_one_stored(workers, store):
+    layers = stage_layers()
+    writer = workers(layers[1], rank=1, cuts=STAGES)
+    step(writer, stores=[StoreJob(1, "a", N, BLOCKS)])
+    outcome(writer)
+    for rank, caches in ((0, layers[0]), (1, layers[0])):  # not there; there, and of another length
+        reader = workers(caches, rank=rank, cuts=STAGES)
+        step(reader, loads=[LoadJob(2, "b", N, BLOCKS)])
+        assert len(outcome(reader)[3][0].failed) == len(BLOCKS)
 
 
 def test_a_stage_without_layers_of_a_group_is_refused(workers):
