@@ -155,7 +155,8 @@ class Rank:
         cached = output.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in output.scheduled_new_reqs:
-            self._begin(new.req_id, new.block_ids, text_of(new.prompt_token_ids))
+            # For the second model runner a request that was preempted is new, with what it has sampled.
+            self._begin(new.req_id, new.block_ids, text_of(new.prefill_token_ids or new.prompt_token_ids))
             starts[new.req_id] = new.num_computed_tokens
         for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:  # what it sampled meanwhile may have been dropped
@@ -215,7 +216,7 @@ class Rank:
 class Engine:
     """`depth` steps may be under way: 1, or 2 as in asynchronous scheduling; each tries `num_drafts` tokens more.
 
-    Ranks beyond `num_kv_heads` are replicas.
+    Ranks beyond `num_kv_heads` are replicas. `runner`: which of vLLM's two model runners the scheduler works for.
     """
 
     def __init__(
@@ -229,10 +230,12 @@ class Engine:
         policy="fcfs",
         caching=True,
         num_kv_heads=64,
+        runner=1,
     ):
         self.pool, self.depth, self.num_drafts, self.now_ns = {}, depth, num_drafts, 0
         config = make_config(specs[0].block_size, num_blocks, num_ranks, depth, budget, policy, caching, num_kv_heads)
         self.scheduler = make_scheduler(config, specs, num_blocks, num_drafts)
+        self.scheduler.use_v2_model_runner = runner == 2
         self.connector = self.scheduler.connector
         self.half, self.lookups = self.connector._scheduler, self.connector._lookups
         self.half._clock = SimpleNamespace(now_ns=lambda: self.now_ns)
@@ -404,7 +407,6 @@ def make_scheduler(config, specs, num_blocks, num_drafts):
     scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = num_drafts
     scheduler._spec_token_placeholders = [-1] * num_drafts
     assert describe_model(config, caches) == scheduler.connector._scheduler._planner.model
-    assert not scheduler.use_v2_model_runner, "the block tables here are built as the first model runner does"
     return scheduler
 
 

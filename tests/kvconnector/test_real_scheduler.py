@@ -60,6 +60,9 @@ class Interleavings(RuleBasedStateMachine):
     num_kv_heads = 64
     """Of which ranks beyond it are replicas."""
 
+    runner = 1
+    """Which of vLLM's model runners there is: for the second one requests that were preempted are new."""
+
     def breaks(self):
         """Made wrong by the controls."""
 
@@ -78,7 +81,7 @@ class Interleavings(RuleBasedStateMachine):
         # One request of the longest kind fits; several hardly do.
         num_blocks = sum(40 // spec.block_size + 2 for spec in specs) + 2 + spare
         scheduling = depth, num_drafts, budget, policy, caching
-        self.engine = self.engines.Engine(specs, num_blocks, num_ranks, *scheduling, self.num_kv_heads)
+        self.engine = self.engines.Engine(specs, num_blocks, num_ranks, *scheduling, self.num_kv_heads, self.runner)
         self.expected, self.num_requests, self.num_before = {}, 0, 0
         self.breaks()
 
@@ -227,10 +230,10 @@ def search(engines, breaks=Interleavings.breaks, **options):
     return kind.seen
 
 
-@pytest.mark.parametrize("num_kv_heads", [64, 1])
-def test_any_interleaving(engines, num_kv_heads):
+@pytest.mark.parametrize(("num_kv_heads", "runner"), [(64, 1), (1, 2)])
+def test_any_interleaving(engines, num_kv_heads, runner):
     """With one KV head two ranks share each object, and take turns at storing."""
-    seen = search(engines, num_kv_heads=num_kv_heads)
+    seen = search(engines, num_kv_heads=num_kv_heads, runner=runner)
     assert min(seen[event] for event in ("hits", "late_misses", "rejected", "weights")) > 10, seen
 
 
