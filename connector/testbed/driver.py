@@ -40,8 +40,16 @@ class Driver:
         }
         if transfer := transfer_config(config):
             arguments["kv_transfer_config"] = transfer
+        ranks = arguments.get("tensor_parallel_size", 1) > 1
+        if ranks:
+            from connector.testbed.patience import Patience
+
+            arguments["worker_extension_cls"] = f"{Patience.__module__}.{Patience.__qualname__}"
         self.llm = LLM(**arguments)
-        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        if ranks:
+            pause_between_empty_steps(core)
         self.computed, self.granted = {}, {}
         self._count_computed_tokens()
         for connector in self.connectors():
@@ -118,6 +126,19 @@ def transfer_config(config):
         "kv_role": connector.get("role", "kv_both"),
         "kv_connector_extra_config": connector.get("extra", {}),
     }
+
+
+def pause_between_empty_steps(core):
+    """As in an engine core with a process of its own: a step that computed nothing leaves the others a millisecond."""
+    step = core.step_fn
+
+    def step_and_pause():
+        outputs, computed = step()
+        if not computed and core.scheduler.has_requests():
+            time.sleep(0.001)
+        return outputs, computed
+
+    core.step_fn = step_and_pause
 
 
 def force(sections):
