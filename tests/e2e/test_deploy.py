@@ -3,6 +3,7 @@
 Changed are addresses, ports, sizes, and how patient engines on a slow machine must be.
 """
 
+import json
 import random
 import re
 import subprocess
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from connector.testbed.processes import Engine, Process, free_port
+from connector.testbed.processes import ENVIRONMENT, PROJECT, Engine, Process, free_port
 from connector.testbed.tiny_model import write_tiny_model
 from tests.kvconnector.recipes import DEPLOY, command_of, copied, engine_of, installed
 
@@ -128,6 +129,14 @@ def test_a_standalone_store_outlives_engines_and_its_log_tells_how_large_it_shou
     hit = answer(other.ready(), tokens)
     assert (hit["cached"], hit["tokens"]) == ([672], missed["tokens"])
     assert len(site.ask_master("get_all_segments").split()) == 1
+
+    in_use = json.loads((site.folder / "decisions.log").read_text().splitlines()[0])["namespace"]
+    listed = clean_up(site, "list").splitlines()[1:]
+    assert [line.split()[:2] for line in listed] == [[in_use, "kvtwin"]]
+    clean_up(site, "remove", in_use, "--yes")
+    assert site.ask_master("get_all_keys").split() == []
+    missed_again = answer(other, tokens)
+    assert (missed_again["cached"], missed_again["tokens"]) == ([0], missed["tokens"])
     other.kill()
 
 
@@ -167,6 +176,16 @@ def serve_conversations(engine):
         prompt_len, hit_len = prompt_len + len(said[number]), hit_len + turn["cached"][0]
         said[number] = (said[number] + turn["tokens"][0] + words(rng, 44))[:900]
     return hit_len / prompt_len
+
+
+def clean_up(site, *arguments):
+    """What the tool of the recipe clean-up says."""
+    command = [sys.executable, "-m", "kvconnector.namespaces", "--admin", f"127.0.0.1:{site.ports['9003']}", *arguments]
+    paths = f"{PROJECT}:{PROJECT / 'connector'}"
+    environment = {"MOONCAKE_CONFIG_PATH": str(site.deploy / "standalone" / "mooncake.json"), "PYTHONPATH": paths}
+    told = subprocess.run(command, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr
+    return told.stdout
 
 
 def words(rng, count):
