@@ -69,10 +69,10 @@ class Side:
 def make_side(master, namespace, half):
     from kvconnector.guard import GuardedStore
     from kvconnector.keys import KeySpace
+    from kvconnector.lookups import LookupThread
     from kvconnector.pool_config import PoolConfig
     from kvconnector.scheduler import SchedulerHalf
     from kvconnector.store import MooncakeStore
-    from kvconnector.transfer import LookupThread
 
     clock = MonotonicClock()
     config = PoolConfig(master.address, local_hostname="127.0.0.1", rpc_timeout_ms=RPC_TIMEOUT_MS)
