@@ -75,6 +75,20 @@ def test_tenants_do_not_find_each_other_s_objects(tenants, prompt):
     assert (stranger["cached"], stranger["tokens"]) == ([0], right)
 
 
+def test_beyond_its_quota_stores_are_refused_counted_and_offered_again(tenants, prompt):
+    """A tenant's own objects make room, but not those that somebody has just asked for."""
+    first, second = prompt(700, 1), prompt(700, 2)
+    right = tenants.generate(tenants.rich, [second])["tokens"]
+    assert resumes_hitting(lambda: tenants.generate(tenants.poor, [first]))
+    watch = Watch(tenants.poor)
+    assert tenants.generate(tenants.poor, [second])["tokens"] == right
+    changes = watch.changes()
+    assert changes["keys_total{store,no_space}"] > 0
+    assert "breaker_state{worker}" not in changes
+    time.sleep(LEASE_S + 0.5)
+    assert resumes_hitting(lambda: tenants.generate(tenants.poor, [second]))["tokens"] == right
+
+
 @pytest.fixture
 def second_owner(tenants):
     """Another owner, beside the one that there is; both are there again after the test."""
