@@ -10,10 +10,7 @@ kernel cuts a block into kernel blocks, or on what lies between the blocks.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import dataclass
 
 from kvcore.errors import InvalidArgument, require
 
@@ -51,26 +48,16 @@ class GroupLayout:
 
     pieces: tuple[Piece, ...]
     num_blocks: int
-    _addresses: npt.NDArray[np.int64] = field(init=False, repr=False, compare=False)
-    _strides_bytes: npt.NDArray[np.int64] = field(init=False, repr=False, compare=False)
-    _sizes_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_addresses", np.array([piece.address for piece in self.pieces], np.int64))
-        object.__setattr__(self, "_strides_bytes", np.array([piece.stride_bytes for piece in self.pieces], np.int64))
-        object.__setattr__(self, "_sizes_bytes", tuple(piece.size_bytes for piece in self.pieces))
 
     @property
     def block_bytes(self) -> int:
         """Length of one block's value."""
-        return sum(self._sizes_bytes)
+        return sum(piece.size_bytes for piece in self.pieces)
 
-    def locate(self, block_ids: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """For each block (address, size) of its pieces, in the order in which their bytes are stored."""
-        blocks = np.asarray(block_ids, np.int64).reshape(-1, 1)
-        assert ((blocks >= 0) & (blocks < self.num_blocks)).all(), (block_ids, self.num_blocks)
-        addresses = self._addresses + blocks * self._strides_bytes
-        return [list(zip(row, self._sizes_bytes, strict=True)) for row in addresses.tolist()]
+    def locate(self, block_id: int) -> list[tuple[int, int]]:
+        """(address, size) of the block's pieces, in the order in which their bytes are stored."""
+        assert 0 <= block_id < self.num_blocks, (block_id, self.num_blocks)
+        return [(piece.address + block_id * piece.stride_bytes, piece.size_bytes) for piece in self.pieces]
 
 
 def group_layouts(

@@ -208,8 +208,8 @@ def _sizes_bytes(buffers: Sequence[Pieces]) -> list[int]:
 
 
 def _addresses_and_sizes(buffers: Sequence[Pieces]) -> tuple[list[list[int]], list[list[int]]]:
-    columns = [tuple(zip(*pieces, strict=True)) for pieces in buffers]
-    return [list(addresses) for addresses, _ in columns], [list(sizes_bytes) for _, sizes_bytes in columns]
+    addresses = [[address for address, _ in pieces] for pieces in buffers]
+    return addresses, [[size for _, size in pieces] for pieces in buffers]
 
 
 def _exist(names: list[str], client: Any) -> list[StoreOutcome]:

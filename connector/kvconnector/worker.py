@@ -171,7 +171,7 @@ class WorkerHalf:
             shard = self._shards[group]
             assert shard is not None, f"no layer of group {group} on rank {self._rank}"
             keys += [BlockKey(job.namespace, group, shard, block_hash) for block_hash in hashes]
-            buffers += self._layouts[group].locate(block_ids)
+            buffers += map(self._layouts[group].locate, block_ids)
         return keys, buffers
 
 

@@ -90,7 +90,7 @@ def caches(draw, shape=None, heads_first=None):
 def test_a_block_s_pieces_are_its_items_in_order(cache):
     layout = group_layout([cache.view()], cache.num_blocks)
     for block in range(cache.num_blocks):
-        assert cache.read(layout.locate([block])[0]).tolist() == cache.block(block).tolist()
+        assert cache.read(layout.locate(block)).tolist() == cache.block(block).tolist()
 
 
 @given(st.data())
@@ -101,8 +101,8 @@ def test_what_one_engine_wrote_another_one_reads_wherever_its_blocks_lie(data):
     source = data.draw(st.integers(0, writer.num_blocks - 1))
     target = data.draw(st.integers(0, reader.num_blocks - 1))
     before = [reader.block(block).tolist() for block in range(reader.num_blocks)]
-    value = writer.read(group_layout([writer.view()], writer.num_blocks).locate([source])[0])
-    reader.write(group_layout([reader.view()], reader.num_blocks).locate([target])[0], value)
+    value = writer.read(group_layout([writer.view()], writer.num_blocks).locate(source))
+    reader.write(group_layout([reader.view()], reader.num_blocks).locate(target), value)
     for block in range(reader.num_blocks):
         expected = writer.block(source).tolist() if block == target else before[block]
         assert reader.block(block).tolist() == expected
@@ -112,7 +112,7 @@ def test_control_blocks_taken_to_be_contiguous_are_wrong():
     cache = make_cache(3, 1, 2, 4, 3, heads_first=True, blocks_inside_heads=True)
     view = cache.view()
     naive = GroupLayout((Piece(view.address, view.strides_bytes[0], 2 * 4 * 3 * ITEM_BYTES),), 3)
-    assert cache.read(naive.locate([1])[0]).tolist() != cache.block(1).tolist()
+    assert cache.read(naive.locate(1)).tolist() != cache.block(1).tolist()
 
 
 def test_control_the_token_axis_of_kernel_blocks_matters():
@@ -120,7 +120,7 @@ def test_control_the_token_axis_of_kernel_blocks_matters():
     split = make_cache(2, 2, 2, 2, 1, heads_first=True)
     whole = make_cache(2, 1, 2, 4, 1, heads_first=True)
     in_memory_order = split.logical[:2].ravel()
-    value = split.read(group_layout([split.view()], 2).locate([0])[0])
+    value = split.read(group_layout([split.view()], 2).locate(0))
     assert value.tolist() == split.block(0).tolist() != in_memory_order.tolist()
     assert group_layout([split.view()], 2).block_bytes == group_layout([whole.view()], 2).block_bytes
 
@@ -131,7 +131,7 @@ def test_dense_blocks_are_one_piece_and_layers_keep_their_order():
     layout = group_layout([second.view("b"), first.view("a")], 4)
     assert [piece.address for piece in layout.pieces] == [second.view().address, first.view().address]
     assert layout.block_bytes == 2 * 2 * 8 * 4 * ITEM_BYTES
-    assert layout.locate([3])[0][0] == (second.view().address + 3 * 2 * 8 * 4 * ITEM_BYTES, 2 * 8 * 4 * ITEM_BYTES)
+    assert layout.locate(3)[0] == (second.view().address + 3 * 2 * 8 * 4 * ITEM_BYTES, 2 * 8 * 4 * ITEM_BYTES)
 
 
 def test_layers_that_share_a_cache_are_stored_once():

@@ -103,7 +103,7 @@ def bytes_of(pieces):
 def misses_bytes(stored, caches, groups, num_blocks):
     """Whether the pieces that are stored of each block lack some of the blocks' own bytes."""
     own = group_layouts(views_of(caches), groups, num_blocks)
-    blocks = [(stored[block], layout.locate([block])[0]) for block in range(num_blocks) for layout in own]
+    blocks = [(stored[block], layout.locate(block)) for block in range(num_blocks) for layout in own]
     return not all(bytes_of(pieces).keys() >= bytes_of(needed).keys() for pieces, needed in blocks)
 
 
@@ -137,7 +137,7 @@ def test_pieces_are_vllm_s_or_refused_where_it_fails_or_harms(allocation, data):
     block_ids = data.draw(st.lists(st.integers(0, num_blocks - 1), min_size=1, max_size=4))
     expected = in_tree_pieces(theirs, block_ids)
     for layout in layouts:
-        assert layout.locate(block_ids) == expected
+        assert [layout.locate(block_id) for block_id in block_ids] == expected
 
 
 @given(allocations(WORKING, splits=(1,), pads=st.just(0), num_blocks=st.integers(2, 4)))
@@ -145,7 +145,7 @@ def test_every_order_that_vllm_moves_safely_is_served(allocation):
     """And then a value has each byte of the group's layers, once."""
     caches, groups, num_blocks = allocation
     layout = region_layouts(views_of(caches), groups, num_blocks)[0]
-    stored = layout.locate(range(num_blocks))
+    stored = [layout.locate(block) for block in range(num_blocks)]
     assert all(set(bytes_of(pieces).values()) == {1} for pieces in stored)
     assert not misses_bytes(stored, caches, groups, num_blocks)
 
@@ -155,7 +155,7 @@ def test_layers_of_groups_that_are_never_cached_are_not_in_a_value():
     views = views_of({"cached": first, "scratch": second})
     names = InTreeFormat(Namespace(""), "m", ((Place(0, 0, 0, 0),), ()))
     layout, _ = names.layouts(views, [["cached"], ["scratch"]], 3)
-    assert layout.locate([0])[0] == [(first.data_ptr(), 2 * 4 * 2 * 4)]
+    assert layout.locate(0) == [(first.data_ptr(), 2 * 4 * 2 * 4)]
 
 
 def test_control_the_own_order_of_a_split_block_is_another():
@@ -163,15 +163,15 @@ def test_control_the_own_order_of_a_split_block_is_another():
     (cache,) = allocate("LBHNC", 1, 3, 2, 2, 4, 2)
     caches, groups = {"a": cache}, [["a"]]
     expected = in_tree_pieces(in_tree_layout(caches, 3), [1])
-    assert region_layouts(views_of(caches), groups, 3)[0].locate([1]) == expected
-    assert group_layouts(views_of(caches), groups, 3)[0].locate([1]) != expected
+    assert [region_layouts(views_of(caches), groups, 3)[0].locate(1)] == expected
+    assert [group_layouts(views_of(caches), groups, 3)[0].locate(1)] != expected
 
 
 def test_control_layers_in_another_order_are_another_value():
     first, second = allocate("LBHNC", 2, 3, 1, 2, 4, 2)
     expected = in_tree_pieces(in_tree_layout({"b": second, "a": first}, 3), [1])
-    assert region_layouts(views_of({"b": second, "a": first}), [["a", "b"]], 3)[0].locate([1]) == expected
-    assert region_layouts(views_of({"a": first, "b": second}), [["a", "b"]], 3)[0].locate([1]) != expected
+    assert [region_layouts(views_of({"b": second, "a": first}), [["a", "b"]], 3)[0].locate(1)] == expected
+    assert [region_layouts(views_of({"a": first, "b": second}), [["a", "b"]], 3)[0].locate(1)] != expected
 
 
 def test_a_worker_takes_the_format_s_layouts():
@@ -186,7 +186,7 @@ def test_a_worker_takes_the_format_s_layouts():
     groups = [SimpleNamespace(layer_names=["a", "b"])]
     worker.register_kv_caches(caches, SimpleNamespace(num_blocks=3, kv_cache_groups=groups))
     assert worker.close()
-    assert worker._layouts[0].locate([2]) == in_tree_pieces(in_tree_layout(caches, 3), [2])
+    assert [worker._layouts[0].locate(2)] == in_tree_pieces(in_tree_layout(caches, 3), [2])
 
 
 @pytest.mark.parametrize(
