@@ -155,8 +155,8 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """No; vLLM 0.33 asks, see `require_memory_that_stays`."""
-        return False
+        """Yes; vLLM 0.33 asks."""
+        return True
 
     # -- scheduler ---------------------------------------------------------------------------------------------
 
@@ -237,6 +237,14 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """See `WorkerHalf.register_kv_caches`."""
         self._worker.register_kv_caches(kv_caches, self._kv_cache_config)
+
+    def unregister_kv_caches(self) -> None:
+        """See `WorkerHalf.unregister_kv_caches`; vLLM calls it from 0.33 on."""
+        self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """See `WorkerHalf.restore_kv_caches`."""
+        self._worker.restore_kv_caches()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See `WorkerHalf.start_load_kv`; which arguments come with it depends on vLLM's version."""

@@ -57,6 +57,10 @@ class GuardedStore:
         """See `MooncakeStore.register`."""
         self._store.register(address, size_bytes)
 
+    def unregister(self, address: int) -> None:
+        """See `PoolStore`."""
+        self._store.unregister(address)
+
     def exists(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[StoreOutcome]:
         """See `MooncakeStore.exists`."""
         return self._guarded(keys, deadline_ns, lambda: self._store.exists(keys, deadline_ns))

@@ -66,6 +66,14 @@ class Link:
             if self._client is not None:
                 self._register(self._client, address, size_bytes)
 
+    def unregister(self, address: int) -> None:
+        """The memory that begins there is taken away: no call may use it any more."""
+        with self._lock:
+            self._ranges = [known for known in self._ranges if known[0] != address]
+            code = 0 if self._client is None else self._client.unregister_buffer(address)
+        if code != 0:
+            logger.warning("Mooncake cannot unregister a KV cache (code %d)", code)
+
     def run(self, num_keys: int, call: ClientCall) -> list[StoreOutcome]:
         """The call's outcomes; UNAVAILABLE for each of its keys without a master, or when the call raises."""
         if not num_keys:

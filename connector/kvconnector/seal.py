@@ -107,6 +107,10 @@ class SealedStore:
         """See `PoolStore`."""
         self._store.register(address, size_bytes)
 
+    def unregister(self, address: int) -> None:
+        """See `PoolStore`."""
+        self._store.unregister(address)
+
     def exists(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[StoreOutcome]:
         """OK for each key that has an object, whatever is in it."""
         return self._store.exists(keys, deadline_ns)

@@ -65,7 +65,10 @@ class PoolStore(KVStore[Pieces], Protocol):
     """A store that moves bytes from and to the engine's own memory."""
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Let `get` and `put` use this memory; it must live as long as the store."""
+        """Let `get` and `put` use this memory; it must live until it is unregistered, or as long as the store."""
+
+    def unregister(self, address: int) -> None:
+        """The registered memory that begins there is taken away; no `get` or `put` of it may be under way."""
 
 
 class MooncakeStore:
@@ -113,6 +116,10 @@ class MooncakeStore:
     def register(self, address: int, size_bytes: int) -> None:
         """See `PoolStore`."""
         self._link.register(address, size_bytes)
+
+    def unregister(self, address: int) -> None:
+        """See `PoolStore`."""
+        self._link.unregister(address)
 
     def exists(self, keys: Sequence[BlockKey], deadline_ns: int) -> list[StoreOutcome]:
         """OK for each key that a get would find now, and its lease is renewed."""

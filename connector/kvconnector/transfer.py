@@ -40,6 +40,7 @@ class TransferThread(Generic[JobT]):
         self._changed = threading.Condition()
         self._waiting: deque[tuple[JobT, int, Callable[[], object]]] = deque()
         self._ended: list[tuple[JobT, Ended]] = []
+        self._is_moving = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -53,7 +54,7 @@ class TransferThread(Generic[JobT]):
         """Run the job after those submitted before; its thread first calls `ready`, which may wait."""
         with self._changed:
             self._waiting.append((job, self._clock.now_ns() + self._patience_ns, ready))
-            self._changed.notify()
+            self._changed.notify_all()
 
     def take_ended(self) -> list[tuple[JobT, Ended]]:
         """The jobs that ended since the last call, with what failed."""
@@ -67,12 +68,17 @@ class TransferThread(Generic[JobT]):
             ended, self._ended = self._ended, []
         return ended
 
+    def drain(self) -> None:
+        """Wait until no job waits or runs."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._is_moving)
+
     def close(self) -> bool:
         """Stop after the running job, and say whether it has ended; what waits never runs."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join(_CLOSE_TIMEOUT_S)
         return not self._thread.is_alive()
 
@@ -83,9 +89,12 @@ class TransferThread(Generic[JobT]):
                 if self._closed:
                     return
                 job, deadline_ns, ready = self._waiting.popleft()
+                self._is_moving = True
             outcomes = self._outcomes(job, deadline_ns, ready)
             with self._changed:
+                self._is_moving = False
                 self._end(job, outcomes, deadline_ns)
+                self._changed.notify_all()
 
     def _outcomes(self, job: JobT, deadline_ns: int, ready: Callable[[], object]) -> Sequence[StoreOutcome]:
         try:

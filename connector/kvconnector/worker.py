@@ -55,6 +55,8 @@ class WorkerHalf:
         self._shares = any(len(holders) > 1 for cut in cuts for holders in cut.holders)
         self._layouts: tuple[GroupLayout, ...] = ()
         self._device = torch.device("cpu")
+        self._memory: list[tuple[int, int]] = []
+        self._is_registered = False
         self._ended: list[Ended] = []
         self._unloaded_block_ids: set[int] = set()
         self._loads = TransferThread[LoadJob]("kvtwin-load", self._get, config.load_deadline_ms, clock)
@@ -78,8 +80,24 @@ class WorkerHalf:
         tensors = [tensor for cache in kv_caches.values() for tensor in _tensors(cache)]
         self._device = tensors[0].device
         self._require_readable()
-        for address, size_bytes in {_storage(tensor) for tensor in tensors}:
-            self._store.register(address, size_bytes)
+        self._memory, self._is_registered = sorted({_storage(tensor) for tensor in tensors}), False
+        self.restore_kv_caches()
+
+    def unregister_kv_caches(self) -> None:
+        """The engine falls asleep, and its KV cache loses its memory: wait for what is under way, then let go of it."""
+        self._loads.drain()
+        self._stores.drain()
+        if self._is_registered:
+            for address, _ in self._memory:
+                self._store.unregister(address)
+        self._is_registered = False
+
+    def restore_kv_caches(self) -> None:
+        """It is awake again, with other memory at the same addresses."""
+        if not self._is_registered:
+            for address, size_bytes in self._memory:
+                self._store.register(address, size_bytes)
+        self._is_registered = True
 
     def start_load_kv(self, metadata: StepMetadata) -> None:
         """Start the step's loads; none is needed by the step itself."""

@@ -41,6 +41,10 @@ class Client:
         self.calls.append(("register", address, size_bytes))
         return 0
 
+    def unregister_buffer(self, address):
+        self.calls.append(("unregister", address))
+        return 0
+
     def _answer(self, *call):
         self.calls.append(call)
         if isinstance(self.codes, Exception):
@@ -436,6 +440,25 @@ def test_a_disk_that_is_not_there_is_refused_at_the_start(master, clock, tmp_pat
 
 
 # -- what Mooncake gave up --------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_taken_away_is_not_registered_again(master, clock):
+    clients = [Client(), Client()]
+    made = iter(clients)
+    store = MooncakeStore(PoolConfig(master), clock, library(lambda: next(made)))
+    for address in (64, 128):
+        store.register(address, 10)
+    store.unregister(64)
+    clients[0].codes = clients[1].codes = [1]
+    assert store.exists([KEY], SOON_NS) == [OK]
+    store.unregister(128)
+    store.register(64, 10)
+    store._link.leave()
+    assert store.exists([KEY], SOON_NS) == [OK]
+    assert [call[:2] for call in clients[0].calls if "register" in call[0]] == [
+        ("register", 128), ("unregister", 128), ("register", 64),
+    ]  # fmt: skip
+    assert [call[:2] for call in clients[1].calls if "register" in call[0]] == [("register", 64)]
 
 
 def test_a_client_whose_transfer_was_given_up_is_closed_before_the_caller_goes_on(master, clock):

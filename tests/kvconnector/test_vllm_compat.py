@@ -149,15 +149,28 @@ def test_sharding_by_context_is_refused():
             shardings(engine_config(**{name: 2}), caches)
 
 
-def test_sleep_mode_is_refused():
+def test_sleep_mode_is_refused_where_the_connector_would_not_be_told(monkeypatch):
+    from kvconnector import vllm_compat
     from kvconnector.connector import KVTwinConnector
-    from kvconnector.vllm_compat import require_memory_that_stays
 
-    require_memory_that_stays(engine_config())
-    require_memory_that_stays(engine_config(enable_sleep_mode=False))
+    class Untold:
+        """As in 0.32."""
+
+    class Told:
+        """As from 0.33 on."""
+
+        def unregister_kv_caches(self):
+            pass
+
+    asleep = engine_config(enable_sleep_mode=True)
+    monkeypatch.setattr(vllm_compat, "KVConnectorBase_V1", Untold)
+    vllm_compat.require_memory_that_stays(engine_config())
+    vllm_compat.require_memory_that_stays(engine_config(enable_sleep_mode=False))
     with pytest.raises(InvalidArgument, match="enable_sleep_mode = True: expected False"):
-        require_memory_that_stays(engine_config(enable_sleep_mode=True))
-    assert not KVTwinConnector.supports_sleep_mode(object())
+        vllm_compat.require_memory_that_stays(asleep)
+    monkeypatch.setattr(vllm_compat, "KVConnectorBase_V1", Told)
+    vllm_compat.require_memory_that_stays(asleep)
+    assert KVTwinConnector.supports_sleep_mode(object())
 
 
 def heads(spec, num_heads):
@@ -387,7 +400,8 @@ def test_every_method_vllm_requires_of_a_connector_is_there_and_takes_its_argume
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
     assert not inspect.isabstract(KVTwinConnector)
-    since_0_33 = set() if hasattr(KVConnectorBase_V1, "supports_sleep_mode") else {"supports_sleep_mode"}
+    sleep = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
+    since_0_33 = set() if hasattr(KVConnectorBase_V1, "supports_sleep_mode") else sleep
     own = {name for name in vars(KVTwinConnector) if not name.startswith("_")}
     for name in own - since_0_33:
         theirs = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name)

@@ -40,6 +40,10 @@ class AddressedStore:
     def register(self, address, size_bytes):
         self.ranges.append((address, size_bytes))
 
+    def unregister(self, address):
+        (known,) = [known for known in self.ranges if known[0] == address]
+        self.ranges.remove(known)
+
     def put(self, keys, buffers, deadline_ns):
         self.open.wait()
         values = [bytearray().join(ctypes.string_at(*piece) for piece in self._checked(pieces)) for pieces in buffers]
@@ -227,6 +231,28 @@ def test_nothing_is_reported_while_a_byte_may_still_move(workers, store):
     ended = []
     until(lambda: ended.extend(outcome(worker)[3]) or len(ended) == 2)
     assert sorted(ended) == [Ended(1, 1, (0,), (0,)), Ended(2, 1, ())]
+
+
+def test_an_engine_falls_asleep_when_nothing_moves_and_wakes_with_its_memory_registered(workers, store):
+    cache = random_cache(2)
+    worker, before = workers([cache]), list(store.ranges)
+    store.open.clear()
+    step(worker, stores=[StoreJob(1, "a", N, entries((0, 0)))])
+    asleep = threading.Thread(target=worker.unregister_kv_caches)
+    asleep.start()
+    asleep.join(0.05)
+    assert (asleep.is_alive(), store.ranges) == (True, before), "its memory is being read"
+    store.open.set()
+    asleep.join(5)
+    assert (asleep.is_alive(), store.ranges) == (False, [])
+    worker.unregister_kv_caches()
+    for _ in range(2):
+        worker.restore_kv_caches()
+    assert store.ranges == before
+    step(worker, loads=[LoadJob(2, "b", N, entries((0, 1)))])
+    until(lambda: worker._loads._ended)
+    assert sorted(outcome(worker)[3]) == [Ended(1, 1, ()), Ended(2, 1, ())]
+    assert (cache[1] == cache[0]).all()
 
 
 SECRET = b"a secret of sixteen bytes"
