@@ -96,6 +96,10 @@ class Planner:
         """Blocks an engine that resumes at `prefix_len` holds; no tails, which are in blocks."""
         return _needed(self.model, prefix_len) + self._no_tails
 
+    def full(self, num_tokens: int) -> GroupRuns:
+        """Blocks, states and tails that end within so many tokens."""
+        return singles([(0, num_tokens // kind.num_tokens) for kind in self.model.kinds])
+
     def store(self, stored_len: int, computed_len: int, num_prompt_tokens: int) -> GroupRuns:
         """Blocks that became full between the two lengths (tokens) and that a later request can need."""
         blocks = tuple([(stored_len // g.block_size, computed_len // g.block_size) for g in self.model.groups])

@@ -131,8 +131,10 @@ class Answer:
     num_offered: int = 0
 
     def hear(self, now_ns: int) -> None:
-        """From now on what the dialogue has found counts."""
-        self.present, self.answered_ns, self.offered_for = self.dialogue.present, now_ns, None
+        """From now on what the dialogue has found counts; it is as old as what was heard of it first."""
+        if self.answered_ns is None or not any(self.present):
+            self.answered_ns = now_ns
+        self.present, self.offered_for = self.dialogue.present, None
 
     def ends_ns(self, policy: PoolPolicy) -> int:
         """From when on nobody waits for it any more; or, answered, it is believed no longer."""

@@ -361,7 +361,8 @@ class KVRequest:
     def _plan_store(self, num_tokens: int, now_ns: int) -> Store | None:
         ended = self.state is State.FINISHED
         saved_len, self._saved_len = self._saved_len, max(num_tokens, self._saved_len)
-        blocks, again = self.planner.store(saved_len, self._saved_len, self.num_prompt_tokens), self._owed
+        blocks = self.planner.store(saved_len, self._saved_len, self.num_prompt_tokens)
+        again = common(self._owed, self.planner.full(num_tokens))
         if self._kept_back:
             blocks = minus(blocks, self._given)
         if ended:
@@ -370,7 +371,7 @@ class KVRequest:
             refused = minus(self.decisions.rejected, self._given)
             if any(refused):
                 again = plus(again, common(refused, self.planner.kept(num_tokens, self.num_prompt_tokens)))
-        self._owed = self.planner.nothing
+        self._owed = self.planner.nothing if ended else minus(self._owed, again)
         self._look_ahead()
         return self._store(plus(blocks, again), again, num_tokens, now_ns)
 

@@ -108,7 +108,8 @@ class StoreJob(NamedTuple):
         if self.part is None or not ended.failed:
             return ended
         numbers = [number for stretch in self.part for number in stretch]
-        return ended._replace(failed=tuple(numbers[index] for index in ended.failed))
+        failed, gone = (tuple(numbers[index] for index in told) for told in (ended.failed, ended.gone))
+        return ended._replace(failed=failed, gone=gone)
 
 
 def _slice(whole: range, part: range) -> slice:

@@ -1,13 +1,14 @@
 """The connection to the pool: made when it is first used, probed when it failed, and made anew."""
 
 import contextlib
+import fcntl
 import logging
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from kvconnector.pool_config import PoolConfig
 from kvcore.errors import InvalidArgument, require
@@ -36,6 +37,9 @@ _MOONCAKE_SETTINGS = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
 }
 
+_set: dict[str, str] = {}
+"""What this process has set of them itself."""
+
 _NEVER_NS = 1 << 62
 
 
@@ -47,7 +51,7 @@ class Link:
 
     def __init__(self, config: PoolConfig, clock: Clock, library: Any) -> None:
         _require_known(config, library)
-        _make_folder(config.ssd_path)
+        self._folder = _own_folder(config.ssd_path)
         self._config = config
         self._clock = clock
         self._new_client: Callable[[], Any] = library.MooncakeDistributedStore
@@ -168,7 +172,8 @@ class Link:
 def setup(client: Any, config: PoolConfig) -> int:
     """Have Mooncake's client join the store; its code, 0 when that succeeded."""
     for name, value in {**_MOONCAKE_SETTINGS, "MC_RPC_TIMEOUT_MS": str(config.rpc_timeout_ms)}.items():
-        os.environ.setdefault(name, value)
+        if os.environ.get(name) in (None, _set.get(name)):  # the user's own stay
+            os.environ[name] = _set[name] = value
     code: int = client.setup(
         config.local_hostname,
         config.metadata_server,
@@ -207,13 +212,19 @@ def _require_known(config: PoolConfig, library: Any) -> None:
     config.replication.require_known_to(library)
 
 
-def _make_folder(path: str) -> None:
-    """Only the last part of it: a disk that is not mounted shall be noticed, and not be written beside."""
+def _own_folder(path: str) -> IO[str] | None:
+    """Made, and this process's as long as what is returned is open. Only the last part of it is made: a disk that is
+    not mounted shall be noticed, and not be written beside.
+    """
+    if not path:
+        return None
     try:
-        if path:
-            Path(path).mkdir(exist_ok=True)
+        Path(path).mkdir(exist_ok=True)
+        mark = os.fdopen(os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY, 0o600), "w")
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return mark
     except OSError as error:
-        expected = f"a folder that is there, and in which each worker can make its own ({error})"
+        expected = f"a folder that is there, and in which each worker has its own, no other engine's ({error})"
         raise InvalidArgument("ssd_offload_path", str(Path(path).parent), expected) from error
 
 

@@ -27,6 +27,9 @@ class _Asked(NamedTuple):
     lookup: Lookup
     ask: Ask
 
+    def is_late(self, now_ns: int) -> bool:
+        return self.lookup.deadline_ns <= now_ns
+
 
 class LookupThread:
     """Carries lookups through, round by round, in the order they came; nobody waits for it.
@@ -96,14 +99,14 @@ class LookupThread:
                 if self._current is None:
                     continue
                 if goes_on:
-                    self._asked.appendleft(asked)
+                    (self._late if asked.is_late(self._clock.now_ns()) else self._asked).appendleft(asked)
                 else:
                     self._answered.append((asked.asker, asked.lookup))
 
     def _next(self) -> _Asked:
         """The oldest of those whose deadline is not past, or else of all."""
         now_ns = self._clock.now_ns()
-        while self._asked and self._asked[0].lookup.deadline_ns <= now_ns:
+        while self._asked and self._asked[0].is_late(now_ns):
             self._late.append(self._asked.popleft())
         return (self._asked or self._late).popleft()
 

@@ -65,7 +65,14 @@ def read_policies(settings: Settings) -> Policies:
     weighed += [f'loading "{loading.value}"'] if loading is not LoadingKind.ALWAYS else []
     expected = f"set, like bandwidth_bytes_per_s, for {' and '.join(weighed)}"
     require(not weighed or rates, "prefill_ns_per_token", None, expected)
+    unused = [name for name in _RATES if settings.value(name) is not None and not weighed]
+    require(
+        not unused, "".join(unused[:1]), "set", 'nothing but with "cheaper" or "in_time": nothing else weighs a load'
+    )
     return Policies(admission, loading, budget_ms, _retention(settings.value("retention_interval")), rates)
+
+
+_RATES = ("prefill_ns_per_token", "prefill_ps_per_pair", "bandwidth_bytes_per_s", "latency_us")
 
 
 def _rates(settings: Settings) -> Rates | None:

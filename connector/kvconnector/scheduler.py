@@ -46,6 +46,7 @@ class _Tracked:
     failed_ns: int = 0
     local_hit_len: int = 0
     is_asking: bool = False
+    has_resumed: bool = False
     has_run: bool = False
 
 
@@ -110,6 +111,7 @@ class SchedulerHalf:
         self._heed_access()
         tracked = self._track(request)
         tracked.local_hit_len = tracked.filled_len = num_computed_tokens
+        tracked.has_resumed = False
         if tracked.starts_over:
             tracked.starts_over = False
             return None, False
@@ -150,12 +152,9 @@ class SchedulerHalf:
                 continue
             if self._landing:
                 self._landing.pop(tracked, None)
-            if not tracked.has_run:
-                tracked.has_run = True
-                tracked.life.started_ns = now_ns
-                self.tally.prompt(tracked.request, tracked.local_hit_len, tracked.filled_len)
-                if tracked.request.num_computed_tokens > tracked.filled_len:
-                    tracked.machine.adopted(tracked.request.num_computed_tokens)
+            if not tracked.has_resumed:
+                tracked.has_resumed = True
+                self._resume(tracked, now_ns)
             request, machine = tracked.request, tracked.machine
             # A step may also compute tokens nobody knows yet: drafts, and what an overlapping step samples.
             tracked.filled_len = num_valid = min(request.num_computed_tokens + num_tokens, request.num_tokens)
@@ -230,6 +229,21 @@ class SchedulerHalf:
             machine = KVRequest(self._planner, self._policy, request.num_prompt_tokens, self._experience, names_of)
             tracked = self._tracked[request.request_id] = _Tracked(request, machine, Life(self._clock.now_ns()))
         return tracked
+
+    def _resume(self, tracked: _Tracked, now_ns: int) -> None:
+        """Its first step since it was admitted: what is in its blocks beyond cache and pool is another connector's.
+
+        But for less than the engine's hits are told in: its own cache splits blocks.
+        """
+        resume_len, model = tracked.request.num_computed_tokens, self._planner.model
+        if model.tail_groups and tracked.filled_len < resume_len < tracked.filled_len + model.alignment:
+            tracked.local_hit_len += resume_len - tracked.filled_len
+            tracked.filled_len = resume_len
+        if not tracked.has_run:
+            tracked.has_run, tracked.life.started_ns = True, now_ns
+            self.tally.prompt(tracked.request, tracked.local_hit_len, tracked.filled_len)
+        if resume_len > tracked.filled_len:
+            tracked.machine.adopted(resume_len)
 
     def _must_wait(self, tracked: _Tracked, resume_len: int) -> bool:
         """Whether a load up to `resume_len` could wait for ever for room, or let others do so, as vLLM 0.32 counts.

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import vllm
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
@@ -46,35 +49,12 @@ from kvcore.spec import ChunkedLocal, FullAttention, GroupSpec, ModelSpec, Recur
 from kvcore.types import Run
 
 __all__ = [
-    "KVCacheEvent",
-    "KVConnectorBase_V1",
-    "KVConnectorMetadata",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorTransferResults",
-    "KVConnectorWorkerMetadata",
-    "SupportsHMA",
-    "block_bytes",
-    "describe_hashes",
-    "describe_model",
-    "event_extra_keys",
-    "get_ip",
-    "has_private_hashes",
-    "hash_block_size",
-    "in_tree_model_name",
-    "in_tree_places",
-    "lora_name",
-    "namespace_fields",
-    "published",
-    "publishes_events",
-    "rank_of",
-    "require_memory_that_stays",
-    "require_one_allocator",
-    "shardings",
-    "untested_version",
-    "worker_name",
-]
+    "KVCacheEvent", "KVConnectorBase_V1", "KVConnectorMetadata", "KVConnectorPromMetrics", "KVConnectorRole",
+    "KVConnectorStats", "KVConnectorTransferResults", "KVConnectorWorkerMetadata", "SupportsHMA", "block_bytes",
+    "describe_hashes", "describe_model", "event_extra_keys", "get_ip", "has_private_hashes", "hash_block_size",
+    "in_tree_model_name", "in_tree_places", "lora_name", "namespace_fields", "published", "publishes_events",
+    "rank_of", "require_memory_that_stays", "require_one_allocator", "shardings", "untested_version", "worker_name",
+]  # fmt: skip
 
 TESTED = {"0.32": "run on CPU", "0.33": "its signatures and scheduler, without a model"}
 """vLLM's versions, and what was done with each."""
@@ -118,6 +98,7 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, Namesp
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
         "kv_layout": kv_cache_config.kv_cache_layout or cache.kv_cache_layout,
+        "kv_packing": _packing(),
         "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
         "positions": _position_fields(model),
         "drafts": _draft_fields(vllm_config.speculative_config),
@@ -130,6 +111,14 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, Namesp
         "stages": os.environ.get("VLLM_PP_LAYER_PARTITION") if parallel.pipeline_parallel_size > 1 else None,
         "shards": _shard_fields(vllm_config, kv_cache_config),
     }
+
+
+def _packing() -> list[NamespaceField]:
+    """What no layout says: attention packs a block as suits the processor (v1/attention/backends/cpu_attn.py, ROCm)."""
+    device = current_platform.device_type
+    if device == "cpu":
+        return [device, platform.machine(), torch.cpu._is_amx_tile_supported()]
+    return [device, os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")]
 
 
 def _shard_fields(vllm_config: Any, kv_cache_config: Any) -> list[NamespaceField]:

@@ -42,6 +42,8 @@ def test_each_rank_has_its_turns_and_tells_of_them_as_of_the_whole(made, num_ran
         assert all(cut.owner(0, entry.group, entry.position) == rank for entry in part.entries)
         lost = tuple(index for index, entry in enumerate(part.entries) if entry.block_id in unlucky)
         stored += part.entries
-        failed += part.whole(Ended(1, 1, lost)).failed
+        told = part.whole(Ended(1, 1, lost, lost))
+        assert told.gone == told.failed
+        failed += told.failed
     assert sorted(stored) == sorted(whole.entries)
     assert sorted(failed) == [index for index, entry in enumerate(whole.entries) if entry.block_id in unlucky]

@@ -111,6 +111,19 @@ def test_a_dialogue_goes_on_after_its_deadline_when_no_other_one_waits(lookups, 
     assert (late.dialogue.open, late.dialogue.hit_len) == (False, NUM_TOKENS - 1)
 
 
+def test_late_dialogues_end_one_after_another(lookups, pool):
+    pool.open.clear()
+    pool.clock.pass_ms(DEADLINE_MS)
+    lookups.submit("held up", small(0, 3 * DEADLINE_MS), pool.ask)
+    until(lambda: pool.asked)
+    pool.asked.clear()
+    for number in (1, 2):
+        lookups.submit(f"late {number}", lookup(number), pool.ask)
+    pool.open.set()
+    answers(lookups, 3)
+    assert pool.asked == ROUNDS * 2
+
+
 def test_a_late_question_has_a_deadline_of_its_own(lookups, pool):
     deadlines_ns = []
 

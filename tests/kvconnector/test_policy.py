@@ -120,6 +120,8 @@ def test_a_retention_interval_that_does_not_fit_the_model_is_refused(written, me
         ({"loading": "cheaper"}, 'prefill_ns_per_token.*bandwidth_bytes_per_s.*loading "cheaper"'),
         ({"admission": "cheaper", "prefill_ns_per_token": 9}, 'bandwidth_bytes_per_s.*admission "cheaper"'),
         ({"loading": "cheaper", **RATES, "prefill_ns_per_token": 0}, "prefill_ns_per_token = 0"),
+        ({"latency_us": 5}, 'latency_us.*nothing but with "cheaper"'),
+        (RATES, 'prefill_ns_per_token.*nothing but with "cheaper"'),
         ({"loading": "cheaper", **RATES, "bandwidth_bytes_per_s": 1.5}, "bandwidth_bytes_per_s = 1.5"),
         ({"loading": "cheaper", **RATES, "bandwidth_bytes_per_s": None}, "bandwidth_bytes_per_s = None"),
         ({"latency_us": -1}, "latency_us = -1"),

@@ -1,5 +1,6 @@
 """Every code and misbehaviour of Mooncake's client becomes an outcome; connecting is tried again, not insisted on."""
 
+import gc
 import os
 import socket
 import sys
@@ -541,3 +542,24 @@ def test_a_client_that_cannot_be_made_is_tried_again_later(master):
     store = MooncakeStore(PoolConfig(master), HandClock(), library(lambda: next(made)()))
     assert not store.join(SOON_NS)
     assert store.join(SOON_NS)
+
+
+def test_two_engines_that_would_share_a_folder_on_ssd_are_refused(master, clock, tmp_path):
+    settings = PoolConfig(master, ssd_path=str(tmp_path / "engine0-rank0"))
+    first = MooncakeStore(settings, clock, telling(Teller()))
+    with pytest.raises(InvalidArgument, match=r"ssd_offload_path.*no other engine's"):
+        MooncakeStore(settings, clock, telling(Teller()))
+    del first
+    gc.collect()
+    assert MooncakeStore(settings, clock, telling(Teller()))
+
+
+def test_each_client_has_its_own_timeout_unless_the_user_has_set_one(master, clock, monkeypatch):
+    monkeypatch.delenv("MC_RPC_TIMEOUT_MS", raising=False)
+    for timeout_ms in (1_000, 9_000):
+        store = MooncakeStore(PoolConfig(master, rpc_timeout_ms=timeout_ms), clock, library(Client))
+        assert store.join(SOON_NS)
+        assert os.environ["MC_RPC_TIMEOUT_MS"] == str(timeout_ms)
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "77")
+    assert MooncakeStore(PoolConfig(master), clock, library(Client)).join(SOON_NS)
+    assert os.environ["MC_RPC_TIMEOUT_MS"] == "77"

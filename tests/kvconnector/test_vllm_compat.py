@@ -409,3 +409,14 @@ def test_every_method_vllm_requires_of_a_connector_is_there_and_takes_its_argume
             assert list(inspect.signature(getattr(KVTwinConnector, name)).parameters) == list(
                 inspect.signature(theirs).parameters
             ), name
+
+
+@pytest.mark.parametrize("where", ["vllm_compat.torch.cpu._is_amx_tile_supported", "vllm_compat.platform.machine"])
+def test_processors_that_pack_blocks_otherwise_share_nothing(monkeypatch, where):
+    """A CPU with AMX keeps the keys of bfloat16 in tiles, under the same layout, shape and length."""
+    from kvconnector.vllm_compat import namespace_fields
+
+    config = cache_config(attention("FullAttentionSpec"))
+    before = namespace_digest(namespace_fields(engine_config(), config))
+    monkeypatch.setattr(f"kvconnector.{where}", lambda: "another")
+    assert namespace_digest(namespace_fields(engine_config(), config)) != before

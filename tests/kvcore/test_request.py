@@ -182,6 +182,17 @@ def test_the_deadline_ends_the_wait_and_a_late_answer_counts_until_the_request_i
     assert isinstance(request.consider(0, PROMPT, now_ns=1_102), Lookup)
 
 
+def test_a_late_answer_is_believed_no_longer_than_what_was_heard_of_it_first():
+    """The pool leased that for so long."""
+    request = machine()
+    lookup = request.consider(0, PROMPT, now_ns=0)
+    lookup.dialogue.present = blocks((0, 3))
+    assert request.consider(0, PROMPT, now_ns=100) == Offer(3 * B)
+    answer(request, lookup, blocks((0, 10)), 900)
+    assert request.consider(0, PROMPT, now_ns=1_100) == Offer(10 * B)
+    assert isinstance(request.consider(0, PROMPT, now_ns=1_101), Lookup)
+
+
 def test_a_late_answer_is_dropped_once_the_request_is_admitted():
     request = machine()
     lookup = request.consider(0, PROMPT, now_ns=0)
