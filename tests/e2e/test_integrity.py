@@ -100,13 +100,13 @@ def test_what_another_client_planted_is_refused_counted_reported_and_replaced(po
     blocks = entries((0, 0), (1, 1), (2, 2))
     step(writer.half, stores=[StoreJob(1, "a", namespace, blocks)])
     assert outcome(writer.half)[3] == [Ended(1, 1, ())]
-    names = [format_key(BlockKey(namespace, 0, 0, block.block_hash)) for block in blocks]
+    names = [format_key(BlockKey(namespace, 0, 0, block.hashes[0])) for block in blocks]
     rewrite(pool, lambda objects: {names[1]: damage(objects[names[1]], objects[names[2]])})
     load = LoadJob(2, "b", namespace, entries((0, 3), (1, 4), (2, 5)))
     step(reader.half, loads=[load])
     assert outcome(reader.half) == ({"b"}, set(), {4}, [Ended(2, 1, (1,), gone=(1,))])
     reason = "bad_length" if damage is DAMAGE["no trailer"] else "bad_content"
-    counts = reader.half.take_numbers({})
+    counts = reader.half.tally.take()
     assert (counts["keys_total:load:ok"], counts[f"keys_total:load:{reason}"]) == (2, 1)
     assert names[1] not in pool.master.stored_keys()
     step(writer.half, stores=[StoreJob(3, "b", namespace, blocks)])
