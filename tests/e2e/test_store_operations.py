@@ -91,7 +91,11 @@ def test_beyond_its_quota_stores_are_refused_counted_and_offered_again(tenants, 
 
 @pytest.fixture
 def second_owner(tenants):
-    """Another owner, beside the one that there is; both are there again after the test."""
+    """Another owner, beside the one that there is: the master takes its time to forget one that is gone."""
+    deadline = time.monotonic() + 60
+    while len(tenants.pool.master.segments()) > 1:
+        assert time.monotonic() < deadline, "an owner is never forgotten"
+        time.sleep(0.2)
     owner = SegmentOwner(tenants.pool.master, tenants.pool.folder, SEGMENT_BYTES)
     yield owner
     owner.kill()

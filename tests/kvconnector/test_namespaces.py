@@ -221,6 +221,7 @@ def test_what_is_in_use_is_left_and_said_to_be(full, monkeypatch, capsys):
             full.client.batch_is_exist([used])
 
     user = threading.Thread(target=use)
+    full.client.batch_is_exist([used])
     user.start()
     try:
         assert namespaces.main([*admin(full), "remove", OURS, "--yes"]) == namespaces.IN_USE
