@@ -132,7 +132,12 @@ class Thread:
 
 def without_threads(monkeypatch):
     """Every connector made from here on has no thread and no Mooncake."""
-    store = SimpleNamespace(join=lambda deadline_ns: False, access=ALL_ACCESS, state=BreakerState.CLOSED)
+    store = SimpleNamespace(
+        join=lambda deadline_ns: False,
+        access=ALL_ACCESS,
+        state=BreakerState.CLOSED,
+        remove_like=lambda pattern: StoreOutcome.OK,
+    )
     monkeypatch.setattr(connector_module, "MooncakeStore", lambda config, clock, text, group: None)
     monkeypatch.setattr(connector_module, "GuardedStore", lambda mooncake, breaker, clock, half: store)
     monkeypatch.setattr(connector_module, "LookupThread", Lookups)
