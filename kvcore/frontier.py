@@ -139,11 +139,8 @@ class Frontier:
         """
         question = list(self._nothing)
         for group in self._closed:
-            start, size, margin = (
-                self._asked_blocks[group],
-                self.model.groups[group].block_size,
-                self._units.margins[group],
-            )
+            start, size = self._asked_blocks[group], self.model.groups[group].block_size
+            margin = self._units.margins[group]
             end = (length + margin) // size
             if length == self.limit and group in self.model.tail_groups:
                 end = min(div_ceil(length + margin, size), (self._whole_len + margin) // size)

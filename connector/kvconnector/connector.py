@@ -225,6 +225,7 @@ class KVTwinConnector(KVConnectorBase_V1, SupportsHMA):
         return remover
 
     def _remove_all_of(self, namespace: Namespace | None) -> None:
+        """What is left costs room until it ages out, and nothing else: the log says so, no metric does."""
         if namespace is not None and (outcome := self._store.remove_like(f"^{namespace}[-@]")) is not StoreOutcome.OK:
             logger.warning("kvtwin: namespace %s was not emptied, its objects age out: %s", namespace, outcome.value)
 

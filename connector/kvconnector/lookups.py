@@ -17,7 +17,7 @@ Ask: TypeAlias = Callable[[KVStore[Any], GroupRuns, int], GroupRuns]
 """(store, question, deadline_ns) -> what of the question is there."""
 
 LATE_PATIENCE_NS = 100 * NS_PER_MS
-"""For one question of a lookup whose deadline is past or near: a pool that is there answers it within that."""
+"""For one question of a lookup whose deadline is past or near: what a whole lookup has unless set."""
 
 _CLOSE_TIMEOUT_S = 10.0
 
