@@ -141,10 +141,11 @@ class Master:
         self._wait_until_up()
 
     def _wait_until_up(self, timeout_s=20):
+        """Its health is good a moment before it serves."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:
-                self.http("health")
+                self.segments()
                 return
             except OSError:
                 time.sleep(0.02)

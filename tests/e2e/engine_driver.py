@@ -24,6 +24,7 @@ class FaultyDriver(Driver):
         "longest_step_s",
         "namespace",
         "outcomes",
+        "keep_pace",
         "metrics",
         "sleep",
         "decisions",
@@ -227,14 +228,23 @@ class FaultyDriver(Driver):
             worked = False
         return worked, self._finish(request_ids)
 
+    def keep_pace(self):
+        """From now on the jobs of a step have ended before the next one, however busy the machine is."""
+        step, threads = self.llm.llm_engine.step, transfer_threads().values()
+
+        def step_and_wait():
+            outputs = step()
+            for thread in threads:
+                thread.drain()
+            return outputs
+
+        self.llm.llm_engine.step = step_and_wait
+
     def outcomes(self):
         """Blocks loaded and stored so far, by outcome."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        worker = get_kv_transfer_group()._worker
         return {
             name: {outcome.value: count for outcome, count in thread.outcomes.items()}
-            for name, thread in (("load", worker._loads), ("store", worker._stores))
+            for name, thread in transfer_threads().items()
         }
 
     def metrics(self):
@@ -251,6 +261,13 @@ class FaultyDriver(Driver):
 
     def sleep(self, seconds):
         time.sleep(seconds)
+
+
+def transfer_threads():
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group()._worker
+    return {"load": worker._loads, "store": worker._stores}
 
 
 def name_of(sample):

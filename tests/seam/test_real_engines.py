@@ -20,7 +20,7 @@ NUM_GPU_BLOCKS = 64
 
 @pytest.fixture(scope="module")
 def real_fleet(tmp_path_factory):
-    """Two engines with a small cache on one pool."""
+    """Two engines with a small cache on one pool that, as the simulated one, is faster than their steps."""
     folder = tmp_path_factory.mktemp("seam")
     pool, started = Pool(folder), []
     model = write_tiny_model("qwen3", folder / "model")
@@ -32,6 +32,7 @@ def real_fleet(tmp_path_factory):
     try:
         for name in ("even", "odd"):
             started.append(Engine(config, folder / f"{name}.log", pool.environment()).ready())
+            started[-1].call("keep_pace")
         yield started
     finally:
         for engine in started:
