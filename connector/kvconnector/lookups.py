@@ -3,29 +3,48 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeAlias
 
 from kvcore.group_runs import GroupRuns, count_blocks
+from kvcore.keys import BlockKey
 from kvcore.plans import Lookup
-from kvcore.ports import Clock, KVStore
+from kvcore.ports import Clock, KVStore, StoreOutcome
 from kvcore.units import NS_PER_MS
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers print it
 
-Ask: TypeAlias = Callable[[KVStore[Any], GroupRuns, int], GroupRuns]
-"""(store, question, deadline_ns) -> what of the question is there."""
+Told: TypeAlias = Callable[[Sequence[StoreOutcome]], GroupRuns]
+"""One outcome per key -> what of the question is there."""
+
+Ask: TypeAlias = Callable[[GroupRuns], tuple[list[BlockKey], Told]]
+"""The keys that a question comes to, and what their outcomes tell."""
 
 LATE_PATIENCE_NS = 100 * NS_PER_MS
 """For one question of a lookup whose deadline is past or near: what a whole lookup has unless set."""
 
+BLOCKS_PER_CALL = 1_024
+"""Questions share a call up to so many blocks: more, and the first would wait for the last."""
+
 _CLOSE_TIMEOUT_S = 10.0
 
 
-class _Asked(NamedTuple):
+@dataclass(eq=False)
+class _Asked:
     asker: Any
     lookup: Lookup
     ask: Ask
+    failed: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        return count_blocks(self.lookup.dialogue.question)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.lookup.dialogue.open and not self.failed
 
     def is_late(self, now_ns: int) -> bool:
         return self.lookup.deadline_ns <= now_ns
@@ -34,8 +53,8 @@ class _Asked(NamedTuple):
 class LookupThread:
     """Carries lookups through, round by round, in the order they came; nobody waits for it.
 
-    After its deadline a lookup goes on when no other one waits, until it ends or is forgotten: its request may have to
-    wait for long until it is admitted. `asker` is the caller's own.
+    What waits at the same time is asked in one call. After its deadline a lookup goes on when no other one waits, until
+    it ends or is forgotten: its request may have to wait for long until it is admitted. `asker` is the caller's own.
     """
 
     def __init__(self, store: KVStore[Any], clock: Clock) -> None:
@@ -44,7 +63,7 @@ class LookupThread:
         self._changed = threading.Condition()
         self._asked: deque[_Asked] = deque()
         self._late: deque[_Asked] = deque()
-        self._current: Any = None
+        self._current: list[_Asked] = []
         self._answered: list[tuple[Any, Lookup]] = []
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvtwin-lookup", daemon=True)
@@ -72,8 +91,7 @@ class LookupThread:
     def forget(self, asker: Any) -> None:
         """Drop the asker's lookups, those that ended too; one under way ends with its round, and is not told."""
         with self._changed:
-            if self._current is asker:
-                self._current = None
+            self._current = [asked for asked in self._current if asked.asker is not asker]
             self._asked = deque(asked for asked in self._asked if asked.asker is not asker)
             self._late = deque(asked for asked in self._late if asked.asker is not asker)
             self._answered = [answer for answer in self._answered if answer[0] is not asker]
@@ -92,31 +110,40 @@ class LookupThread:
                 self._changed.wait_for(lambda: self._closed or self._asked or self._late)
                 if self._closed:
                     return
-                asked = self._next()
-                self._current = asked.asker
-            goes_on = self._one_round(asked)
+                self._current = batch = self._next()
+            self._one_round(batch)
             with self._changed:
-                if self._current is None:
-                    continue
-                if goes_on:
-                    (self._late if asked.is_late(self._clock.now_ns()) else self._asked).appendleft(asked)
-                else:
-                    self._answered.append((asked.asker, asked.lookup))
+                ended, now_ns = [], self._clock.now_ns()
+                for asked in reversed(self._current):
+                    if asked.goes_on:
+                        (self._late if asked.is_late(now_ns) else self._asked).appendleft(asked)
+                    else:
+                        ended.append((asked.asker, asked.lookup))
+                self._answered += reversed(ended)
+                self._current = []
 
-    def _next(self) -> _Asked:
+    def _next(self) -> list[_Asked]:
         """The oldest of those whose deadline is not past, or else of all."""
         now_ns = self._clock.now_ns()
         while self._asked and self._asked[0].is_late(now_ns):
             self._late.append(self._asked.popleft())
-        return (self._asked or self._late).popleft()
+        waiting = self._asked or self._late
+        batch = [waiting.popleft()]
+        num_blocks = batch[0].num_blocks
+        while waiting and (num_blocks := num_blocks + waiting[0].num_blocks) <= BLOCKS_PER_CALL:
+            batch.append(waiting.popleft())
+        return batch
 
-    def _one_round(self, asked: _Asked) -> bool:
-        """Put one question; whether there is another one."""
-        dialogue = asked.lookup.dialogue
-        deadline_ns = max(asked.lookup.deadline_ns, self._clock.now_ns() + LATE_PATIENCE_NS)
+    def _one_round(self, batch: Sequence[_Asked]) -> None:
+        """Put one question of each."""
+        deadline_ns = max(self._clock.now_ns() + LATE_PATIENCE_NS, *(asked.lookup.deadline_ns for asked in batch))
         try:
-            dialogue.answered(asked.ask(self._store, dialogue.question, deadline_ns))
+            questions = [asked.ask(asked.lookup.dialogue.question) for asked in batch]
+            outcomes = self._store.exists([key for keys, _ in questions for key in keys], deadline_ns)
+            ends = [*accumulate(len(keys) for keys, _ in questions)]
+            for asked, (keys, told), end in zip(batch, questions, ends, strict=True):
+                asked.lookup.dialogue.answered(told(outcomes[end - len(keys) : end]))
         except Exception:
-            logger.exception("lookup of %d blocks failed", count_blocks(dialogue.question))
-            return False
-        return dialogue.open
+            for asked in batch:
+                asked.failed = True
+            logger.exception("lookup of %d blocks failed", sum(asked.num_blocks for asked in batch))

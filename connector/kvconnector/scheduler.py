@@ -12,18 +12,18 @@ from typing import Any, cast
 from kvconnector.block_table import Located, located
 from kvconnector.events import PoolEvents
 from kvconnector.keys import KeySpace
-from kvconnector.lookups import LookupThread
+from kvconnector.lookups import LookupThread, Told
 from kvconnector.metadata import Ended, JobId, LoadJob, StepMetadata, StoreJob, WorkerReport
 from kvconnector.metrics import LOOKUPS, PINNED, WAITING, Operation, Tally
 from kvconnector.plan_job import PlanJob
 from kvconnector.record import Life
 from kvcore.access import ALL_ACCESS, Access
 from kvcore.group_runs import GroupRuns, count_blocks
-from kvcore.keys import BlockHash, Namespace, shard_keys, whole_blocks
+from kvcore.keys import BlockHash, BlockKey, Namespace, shard_keys, whole_blocks
 from kvcore.memory import Experience
 from kvcore.planner import Planner
 from kvcore.plans import Load, Lookup, Offer, PoolPolicy, Store
-from kvcore.ports import Clock, KVStore, StoreOutcome
+from kvcore.ports import Clock, StoreOutcome
 from kvcore.request import KVRequest, State
 from kvcore.types import Run
 from kvcore.units import div_ceil
@@ -278,7 +278,7 @@ class SchedulerHalf:
     def _ask(self, tracked: _Tracked, lookup: Lookup) -> None:
         self._ask_no_more(tracked)
         tracked.is_asking = True
-        ask = partial(self._exists, self._keys, tracked.request.block_hashes)
+        ask = partial(self._question, self._keys, tracked.request.block_hashes)
         self.tally.add(LOOKUPS.of(), 1)
         self._lookups.submit(tracked, lookup, ask)
 
@@ -295,15 +295,14 @@ class SchedulerHalf:
             tracked.life.answered(lookup.dialogue, self._shards)
             tracked.machine.lookup_answered(lookup.ticket, now_ns)
 
-    def _exists(
-        self, names: KeySpace, hashes: Sequence[bytes], store: KVStore[Any], question: GroupRuns, deadline_ns: int
-    ) -> GroupRuns:
-        """The blocks all of whose shards are there. Runs on the lookup thread."""
-        keys = shard_keys(names.namespace, self._shards, partial(self._hashes_of, hashes), question)
-        outcomes = store.exists(keys, deadline_ns)
-        self.tally.keys(Operation.LOOKUP, outcomes)
-        present = [outcome is StoreOutcome.OK for outcome in outcomes]
-        return whole_blocks(self._shards, question, present)
+    def _question(self, names: KeySpace, hashes: Sequence[bytes], question: GroupRuns) -> tuple[list[BlockKey], Told]:
+        """Its keys; what is told are the blocks all of whose shards are there. Runs on the lookup thread."""
+
+        def told(outcomes: Sequence[StoreOutcome]) -> GroupRuns:
+            self.tally.keys(Operation.LOOKUP, outcomes)
+            return whole_blocks(self._shards, question, [outcome is StoreOutcome.OK for outcome in outcomes])
+
+        return shard_keys(names.namespace, self._shards, partial(self._hashes_of, hashes), question), told
 
     def _load(self, tracked: _Tracked, load: Load, block_ids: Sequence[Sequence[int]]) -> None:
         stretches, places, missing = self._in_table(tracked, load.blocks, block_ids)

@@ -24,8 +24,12 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, whose handlers p
 Pieces: TypeAlias = Sequence[tuple[int, int]]
 """(address, size in bytes) of one value's pieces, in order, all inside ranges given to `MooncakeStore.register`."""
 
-TCP_PIECES_PER_CALL = 64
-"""Mooncake's TCP transport queues 2,048 pieces for a peer; more are refused, or stuck for a minute (0.3.13)."""
+TCP_PIECES_PER_CALL = 128
+"""Mooncake's TCP transport queues 2,048 pieces for a peer; more are refused, or stuck for a minute (0.3.13).
+
+A peer that is frozen holds up a call of so many for 23 s, of half as many for 11 s, and of twice as many until Mooncake
+gives it up; half as many take 8 % longer to load when all are well, and four times as many 15 % less.
+"""
 
 PIECES_PER_CALL = 4_096
 

@@ -100,8 +100,8 @@ class Lookups:
         if not self.asked:
             return
         asker, lookup, ask = self.asked[0]
-        store = SimpleNamespace(exists=lambda keys, deadline_ns: [OUTCOMES[key in pool] for key in keys])
-        lookup.dialogue.answered(ask(store, lookup.dialogue.question, lookup.deadline_ns))
+        keys, told = ask(lookup.dialogue.question)
+        lookup.dialogue.answered(told([OUTCOMES[key in pool] for key in keys]))
         if not lookup.dialogue.open:
             self.asked.popleft()
             self.answered.append((asker, lookup))

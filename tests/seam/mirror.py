@@ -138,14 +138,11 @@ class Half:
         _, twin, ask, namespace = self.dialogues[ticket]
         assert twin.dialogue.question == question
         there = set(listed(present))
-
-        def exists(keys, deadline_ns):
-            assert deadline_ns == twin.deadline_ns and {key.namespace for key in keys} <= {namespace}
-            assert [self.place_of(key) for key in keys[::NUM_RANKS]] == listed(question)
-            assert [key.rank for key in keys] == list(range(NUM_RANKS)) * (len(keys) // NUM_RANKS)
-            return [self.outcome(key, there) for key in keys]
-
-        twin.dialogue.answered(ask(SimpleNamespace(exists=exists), twin.dialogue.question, twin.deadline_ns))
+        keys, told = ask(question)
+        assert {key.namespace for key in keys} <= {namespace}
+        assert [self.place_of(key) for key in keys[::NUM_RANKS]] == listed(question)
+        assert [key.rank for key in keys] == list(range(NUM_RANKS)) * (len(keys) // NUM_RANKS)
+        twin.dialogue.answered(told([self.outcome(key, there) for key in keys]))
 
     def outcome(self, key, there):
         found = self.place_of(key) in there or key.rank != sum(self.place_of(key)) % NUM_RANKS
