@@ -148,6 +148,10 @@ BREAKER_LEVEL = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState
 """So that of several ranks the one that is worst off counts."""
 
 
+GAUGE_STEPS = 16
+"""Gauges that were all 0 are read once in so many steps in which nothing was counted: reading them costs."""
+
+
 class Tally:
     """What one half counted since it was last taken. Any thread adds; one thread takes.
 
@@ -158,9 +162,10 @@ class Tally:
         self._events: deque[tuple[Series, int]] = deque(maxlen=MAX_EVENTS)
         self._gauges: list[tuple[Series, Callable[[], int]]] = []
         self._raised: set[Series] = set()
+        self._num_unread = 0
 
     def watch(self, gauge: Series, level: Callable[[], int]) -> None:
-        """Read this gauge whenever what was counted is taken."""
+        """Read this gauge when what was counted is taken: while something is, or one is not 0, and now and then."""
         self._gauges.append((gauge, level))
 
     def add(self, series: Series, amount: int) -> None:
@@ -209,6 +214,10 @@ class Tally:
 
     def take(self) -> Numbers:
         """What was counted since the last call, and of the gauges what is not 0 or was not then."""
+        if not self._events and not self._raised and 0 < self._num_unread < GAUGE_STEPS:
+            self._num_unread += 1
+            return {}
+        self._num_unread = 1
         taken: Numbers = {}
         while self._events:
             series, amount = self._events.popleft()

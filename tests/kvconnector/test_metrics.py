@@ -17,6 +17,7 @@ from kvconnector.metrics import (
     BREAKER,
     BYTES,
     DURATION,
+    GAUGE_STEPS,
     KEYS,
     LATE_MISSES,
     LOOKUPS,
@@ -80,10 +81,21 @@ def test_what_was_counted_is_taken_once():
 
 def test_a_gauge_is_told_while_it_is_not_0_and_once_when_it_is_again():
     tally = Tally()
-    levels = [1, 0, 0, 3, 3, 0]
+    levels = [1, 0, 3, 3, 0]
     tally.watch(PINNED.of(), levels.pop)
-    taken = [tally.take() for _ in range(6)]
-    assert taken == [{}, {PINNED.of(): 3}, {PINNED.of(): 3}, {PINNED.of(): 0}, {}, {PINNED.of(): 1}]
+    unread = [{}] * (GAUGE_STEPS - 1)
+    assert [tally.take() for _ in range(GAUGE_STEPS)] == [{}, *unread]
+    assert [tally.take() for _ in range(3)] == [{PINNED.of(): 3}, {PINNED.of(): 3}, {PINNED.of(): 0}]
+    assert [tally.take() for _ in unread] == unread
+    assert tally.take() == {PINNED.of(): 1}
+
+
+def test_gauges_are_read_with_whatever_was_counted():
+    tally = Tally()
+    tally.watch(PINNED.of(), [3, 0].pop)
+    assert tally.take() == {}
+    tally.add(LOOKUPS.of(), 1)
+    assert tally.take() == {LOOKUPS.of(): 1, PINNED.of(): 3}
 
 
 def test_nothing_is_lost_between_threads_that_count_and_one_that_takes():
