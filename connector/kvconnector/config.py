@@ -133,7 +133,10 @@ def read_config(
         control_file=settings.text("control_file", ""),
         breaker=_tolerance(settings, lookup_deadline_ms),
     )
+    loads_async = settings.flag("load_async", default=True)
     settings.refuse_unknown()
+    expected = "true, or nothing: vLLM takes blocks that a failed synchronous load left unwritten for hits of its own"
+    require(loads_async, "load_async", loads_async, expected)
     require_master(config.pool)
     _require_place_in_keys(config)
     _require_secret(config)

@@ -125,6 +125,12 @@ def test_a_failed_load_is_recomputed_unless_the_user_wants_an_error():
         read({"on_load_failure": "retry"})
 
 
+def test_loads_are_asynchronous_or_the_engine_does_not_start():
+    assert read({"load_async": True}) == read()
+    with pytest.raises(InvalidArgument, match=r"load_async.*False.*true, or nothing"):
+        read({"load_async": False})
+
+
 # -- transport ---------------------------------------------------------------------------------------------------------
 
 
