@@ -33,6 +33,12 @@ MODELS = {
     "single head": ("qwen3", {"num_key_value_heads": 1}, {}, 32, 1),
     "latent": ("dsv2", {}, LATENT, 16, 1),
 }
+FEW_CORES = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "20",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "20",
+}
+"""Ranks that wait by yielding can keep the pool from a core for longer than the 2 s after which a load is given up."""
 PROMPT_LEN = 700
 ROUNDING = 1e-3
 """How far apart what different numbers of ranks compute may be."""
@@ -80,8 +86,8 @@ def fleet(request, tmp_path_factory):
     def start(label, num_ranks):
         options = {**engine.get("options", {}), "tensor_parallel_size": num_ranks}
         config = {**engine, "model": model, "connector": CONNECTOR, "options": options}
-        binding = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if num_ranks > 1 else {}
-        started.append(Engine(config, folder / f"{label}.log", {**pool.environment(), **binding}))
+        environment = pool.environment() | (FEW_CORES if num_ranks > 1 else {})
+        started.append(Engine(config, folder / f"{label}.log", environment))
         return started[-1]
 
     try:
