@@ -1,4 +1,4 @@
-"""The command line: `kvsim run`, `hits`, `trace stats`, `scenarios`, `demo`.
+"""The command line: `kvsim run`, `hits`, `trace`, `scenarios`, `demo`.
 
 Results on standard output (a table, or with --json exactly one JSON document), everything else on standard error.
 Exit codes: 0; 1 when no request completed, when what was to be written could not be, or for a bug (with its traceback);
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvsim.document import Document, to_json
+from kvsim.options import format_option, json_option, no_cache_option, time_unit_option, trace_argument
+from kvsim.trace_commands import convert
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,16 +30,8 @@ if TYPE_CHECKING:
     from kvsim.scenario import Scenario
     from kvsim.workload.trace import Trace
 
-FORMATS = ("mooncake", "claude-code", "decision-log")
 FAST, VLLM = "fast", "vllm"
 DEMO = ("nopool-16", "pool-16")
-
-trace_argument = click.argument("trace", metavar="TRACE")
-format_option = click.option(
-    "--format", "trace_format", type=click.Choice(FORMATS), help="The trace's format, else told by its content."
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-no_cache_option = click.option("--no-cache", is_flag=True, help="Parse the trace anew.")
 
 
 def main() -> None:
@@ -65,6 +59,7 @@ def app() -> None:
 @click.argument("scenario", metavar="SCENARIO")
 @click.option("--trace", metavar="PATH", help="Serve this trace instead of the scenario's workload.")
 @format_option
+@time_unit_option
 @click.option("--seed", type=int, help="Instead of the scenario's.")
 @click.option("--out", metavar="FOLDER", help="Write the result into this new or empty folder.")
 @click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Change the scenario; repeatable.")
@@ -75,6 +70,7 @@ def run(
     scenario: str,
     trace: str | None,
     trace_format: str | None,
+    time_unit: str | None,
     seed: int | None,
     out: str | None,
     settings: tuple[str, ...],
@@ -90,7 +86,7 @@ def run(
 
     with mistakes_in_one_line():
         overrides = [*settings, *([] if seed is None else [f"scenario.seed={seed}"])]
-        config = load_scenario(scenario, overrides, trace, trace_format)
+        config = load_scenario(scenario, overrides, trace, trace_format, time_unit)
         simulate = engine_for(engine, config)
         folder = None if out is None else results.claim(os.path.expanduser(out))
         simulation = simulate(config, load_workload(config, no_cache))
@@ -110,15 +106,22 @@ def run(
 @click.option("--capacity-blocks", required=True, metavar="N,N,...", help="Sizes of the cache, in blocks of the trace.")
 @click.option("--policy", default="lru", show_default=True, metavar="A,B", help="Of lru, fifo, leaf, session, opt.")
 @format_option
+@time_unit_option
 @json_option
 @no_cache_option
 def hits(
-    trace: str, capacity_blocks: str, policy: str, trace_format: str | None, as_json: bool, no_cache: bool
+    trace: str,
+    capacity_blocks: str,
+    policy: str,
+    trace_format: str | None,
+    time_unit: str | None,
+    as_json: bool,
+    no_cache: bool,
 ) -> None:
     """Hit rates of a cache, by capacity and policy.
 
-    TRACE is a file, or a folder of sessions. Its blocks are 512 tokens (mooncake), 64 (claude-code), or what the
-    decision log says.
+    TRACE is a file, or a folder of sessions. Its blocks are 512 tokens (mooncake), 64 (claude-code), what decision
+    logs and kvcache-ai files say, and 16 in the other formats.
     """
     from kvcore.errors import require
     from kvsim import hits as curves
@@ -128,22 +131,26 @@ def hits(
         policies = policy.split(",")
         for name in policies:
             require(name in curves.CURVES, "--policy", name, f"one of {', '.join(curves.CURVES)}")
-        loaded = load_trace(trace, trace_format, no_cache)
+        loaded = load_trace(trace, trace_format, no_cache, time_unit)
     report = curves.hits(loaded, capacities, policies).to_json()
     show(report, "hits", as_json, loaded.granule_len)
 
 
 @app.group("trace")
 def trace_group() -> None:
-    """Look at traces."""
+    """Look at traces, and convert them."""
+
+
+trace_group.add_command(convert)
 
 
 @trace_group.command("stats")
 @trace_argument
 @format_option
+@time_unit_option
 @json_option
 @no_cache_option
-def trace_stats(trace: str, trace_format: str | None, as_json: bool, no_cache: bool) -> None:
+def trace_stats(trace: str, trace_format: str | None, time_unit: str | None, as_json: bool, no_cache: bool) -> None:
     """What a trace holds: counts, lengths, reuse.
 
     TRACE is a file, or a folder of sessions.
@@ -151,7 +158,7 @@ def trace_stats(trace: str, trace_format: str | None, as_json: bool, no_cache: b
     from kvsim.workload.stats import stats
 
     with mistakes_in_one_line():
-        loaded = load_trace(trace, trace_format, no_cache)
+        loaded = load_trace(trace, trace_format, no_cache, time_unit)
     show(stats(loaded), "trace_stats", as_json)
 
 
@@ -172,7 +179,7 @@ def demo() -> None:
 
     compared = []
     for name in DEMO:
-        config = load_scenario(name, [], None, None)
+        config = load_scenario(name, [], None, None, None)
         running = simulation(config, load_workload(config, no_cache=True))
         run_to_end(running, as_json=False)
         compared.append(results.document(running, FAST, process_age_s))
@@ -216,25 +223,28 @@ def positive(option: str, text: str) -> int:
     return int(text)
 
 
-def load_scenario(source: str, overrides: Sequence[str], trace: str | None, fmt: str | None) -> "Scenario":
+def load_scenario(
+    source: str, overrides: Sequence[str], trace: str | None, fmt: str | None, time_unit: str | None
+) -> "Scenario":
     """The scenario, serving `trace` when there is one; raises InvalidArgument."""
     from kvcore.errors import require
     from kvsim import scenario, toml
 
     if trace is None:
         require(fmt is None, "--format", fmt, "--trace with it")
+        require(time_unit is None, "--time-unit", time_unit, "--trace with it")
         return scenario.load(source, overrides)
-    workload = toml.validate(scenario.TraceWorkload, {"trace": trace, "format": fmt}, "--trace")
+    workload = toml.validate(scenario.TraceWorkload, {"trace": trace, "format": fmt, "time_unit": time_unit}, "--trace")
     return scenario.load(source, overrides, workload)
 
 
-def load_trace(path: str, fmt: str | None, no_cache: bool) -> "Trace":
+def load_trace(path: str, fmt: str | None, no_cache: bool, time_unit: str | None) -> "Trace":
     """The trace at `path`; raises TraceError."""
     from kvcore.errors import require
     from kvsim.workload.load import load_trace
 
     require(path, "TRACE", path, "a file, or a folder of sessions")
-    return load_trace(os.path.expanduser(path), fmt, use_cache=not no_cache)
+    return load_trace(os.path.expanduser(path), fmt, time_unit=time_unit, use_cache=not no_cache)
 
 
 def load_workload(config: "Scenario", no_cache: bool) -> "Trace":

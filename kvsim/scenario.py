@@ -130,7 +130,12 @@ class TraceWorkload(Table):
     """A recorded trace; the format is sniffed by content when not given."""
 
     trace: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), AfterValidator(os.path.expanduser)]
-    format: Literal["mooncake", "claude-code", "decision-log"] | None = None
+    format: (
+        Literal["mooncake", "claude-code", "decision-log", "azure", "burstgpt", "bailian", "kvcache-ai", "multi-turn"]
+        | None
+    ) = None
+    time_unit: Literal["s", "ms", "us"] | None = None
+    """What the trace's times count, instead of its format's unit."""
 
 
 def _workload_kind(data: object) -> str:

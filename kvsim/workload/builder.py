@@ -56,6 +56,15 @@ class TraceBuilder:
         self.num_granules.append(num_granules)
         self.output_stream.append(output_stream)
 
+    def hold_granules(
+        self, input_len: int, output_len: int, granule_len: int, runs: list[tuple[int, int]], own_stream: int
+    ) -> None:
+        """`hold` for content that ids name: runs are (stream, end granule), what they leave is of `own_stream`."""
+        segments = [(stream, min(end * granule_len, input_len)) for stream, end in runs]
+        if not segments or segments[-1][1] < input_len:
+            segments.append((own_stream, input_len))
+        self.hold(input_len, output_len, segments, own_stream, num_granules=runs[-1][1] if runs else 0)
+
     def build(self, name: str, format: str, granule_len: int) -> Trace:
         """The trace, ordered by recorded start; requests of one instant stay in the order they were added."""
         arrival_ps = _column(self.arrival_ps)

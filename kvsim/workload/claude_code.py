@@ -26,7 +26,7 @@ from pathlib import Path
 
 from kvsim.workload import files
 from kvsim.workload.builder import TraceBuilder
-from kvsim.workload.fields import MAX_SPAN_S, PS_PER_S, Row, parse_row, seconds_to_ps, trace_error
+from kvsim.workload.fields import MAX_SPAN_S, PS_PER_S, Row, parse_row, trace_error
 from kvsim.workload.prefix_tree import PrefixTree
 from kvsim.workload.trace import Trace
 
@@ -54,8 +54,11 @@ def session_files(path: Path) -> list[Path]:
     return found
 
 
-def read(path: Path) -> Trace:
-    """The trace of a session's file or of a folder of them; raises TraceError at the first request that is wrong."""
+def read(path: Path, unit_ps: int = PS_PER_S) -> Trace:
+    """The trace of a session's file or of a folder of them; raises TraceError at the first request that is wrong.
+
+    `unit_ps` is what `t`, `api_time` and `think_time` count; `duration_ms` names its own unit.
+    """
     builder = TraceBuilder()
     streams = count()
     for number, file in enumerate(session_files(path)):
@@ -63,7 +66,7 @@ def read(path: Path) -> Trace:
         head.choice("block_size", (GRANULE_LEN,))
         head.choice("hash_id_scope", ("local",))
         try:
-            _Session(builder, number, streams, PrefixTree(streams)).add(head)
+            _Session(builder, number, streams, PrefixTree(streams), unit_ps).add(head)
         except RecursionError:
             raise head.error("requests", "groups of subagents that are nested less deeply") from None
     return builder.build(path.name, FORMAT, GRANULE_LEN)
@@ -91,11 +94,12 @@ class _Session:
     number: int
     streams: Iterator[int]
     tree: PrefixTree
+    unit_ps: int
 
     def add(self, head: Row) -> None:
         """The whole session, its first request at 0."""
         rows = _requests(head, f"{head.where.removesuffix(':1')}:request ")
-        self._converse(rows, -_t_ps(rows[0]), starter=None)
+        self._converse(rows, -self._time_ps(rows[0], "t"), starter=None)
 
     def _converse(self, rows: list[Row], origin_ps: int, starter: _Request | None) -> _Request:
         """Rows that follow each other, their `t` counted from origin_ps; returns the last request."""
@@ -104,7 +108,7 @@ class _Session:
         last_ps = 0
         for row in rows:
             row.choice("type", ("n", "s", "subagent") if past else ("n", "s"))
-            at_ps = _t_ps(row)
+            at_ps = self._time_ps(row, "t")
             if at_ps < last_ps:
                 raise row.error("t", "at least the t of the row before it")
             last_ps = at_ps
@@ -132,17 +136,17 @@ class _Session:
     def _request(self, row: Row, start_ps: int, awaited: _Request | None, past: list[_Request]) -> _Request:
         """One request that was recorded to start at start_ps and waits for `awaited`."""
         index = len(self.builder)
-        service_s = row.optional_number("api_time", below=MAX_SPAN_S)
-        think_s = row.optional_number("think_time", below=MAX_SPAN_S)
+        service_ps = self._time_ps(row, "api_time") if "api_time" in row.values else None
+        think_ps = self._time_ps(row, "think_time") if "think_time" in row.values else None
         if awaited is None:
             self.builder.start(start_ps, None, 0, self.number)
         else:
             pause_ps = max(0, start_ps - awaited.end_ps)
-            if think_s is not None and awaited in past[-1:] and awaited.service_ps is not None:
-                pause_ps = seconds_to_ps(think_s)
+            if think_ps is not None and awaited in past[-1:] and awaited.service_ps is not None:
+                pause_ps = think_ps
             self.builder.start(start_ps, awaited.index, pause_ps, self.number)
         self._hold(row)
-        return _Request(index, start_ps, None if service_s is None else seconds_to_ps(service_s))
+        return _Request(index, start_ps, service_ps)
 
     def _hold(self, row: Row) -> None:
         """The content of the request just started."""
@@ -150,10 +154,10 @@ class _Session:
         output_len = row.tokens("out", at_least=0)
         ids = row.ids("hash_ids", input_len // GRANULE_LEN, "floor(in / 64)")
         own_stream = next(self.streams)
-        segments = [(stream, end * GRANULE_LEN) for stream, end in self.tree.follow(ids)]
-        if input_len % GRANULE_LEN:
-            segments.append((own_stream, input_len))
-        self.builder.hold(input_len, output_len, segments, own_stream, num_granules=len(ids))
+        self.builder.hold_granules(input_len, output_len, GRANULE_LEN, self.tree.follow(ids), own_stream)
+
+    def _time_ps(self, row: Row, field: str) -> int:
+        return round(row.number(field, below=MAX_SPAN_S * PS_PER_S // self.unit_ps) * self.unit_ps)
 
 
 def _requests(row: Row, place: str) -> list[Row]:
@@ -162,7 +166,3 @@ def _requests(row: Row, place: str) -> list[Row]:
     if not rows:
         raise row.error("requests", "at least one request")
     return rows
-
-
-def _t_ps(row: Row) -> int:
-    return seconds_to_ps(row.number("t", below=MAX_SPAN_S))

@@ -1,5 +1,6 @@
 """Strict reading of JSON objects: every value has exactly the type and range its format promises."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,8 @@ from kvsim.workload.prefix_tree import Ids
 from kvsim.workload.trace import TraceError
 
 PS_PER_S = 1_000 * NS_PER_S
+TIME_UNITS = {"s": PS_PER_S, "ms": PS_PER_S // 1_000, "us": PS_PER_S // 1_000_000}
+"""What a number of a trace's times may count, in picoseconds."""
 MAX_SPAN_S = 9_000_000
 """Longest recorded time span, 104 days: 63 bits of picoseconds hold 106."""
 MAX_TOKENS = 2**32
@@ -47,9 +50,20 @@ class Row:
             return value
         raise self.error(field, f"a number, 0 <= {field} < {below}")
 
-    def optional_number(self, field: str, below: int) -> int | float | None:
-        """The same, or None where the field is absent."""
-        return self.number(field, below) if field in self.values else None
+    def only(self, fields: Collection[str]) -> None:
+        """Check that nothing else is there."""
+        for field in self.values:
+            if field not in fields:
+                raise self.error(field, f"only the fields {', '.join(fields)}")
+
+    def once(self, text: bytes) -> None:
+        """Check that `text`, which this object was read from, has each field once.
+
+        No field may hold an object or a list of texts: what is quoted are the names and the values that are texts.
+        """
+        texts = [value for value in self.values.values() if type(value) is str]
+        if text.count(b'"') != 2 * (len(self.values) + len(texts)) + sum(value.count('"') for value in texts):
+            raise trace_error(self.where, "JSON", "a field twice", "each field once")
 
     def choice(self, field: str, choices: tuple[object, ...]) -> None:
         """Check that the value is one of `choices`."""

@@ -11,4 +11,4 @@ def trace_of(scenario: Scenario, *, use_cache: bool = True) -> Trace:
     workload = scenario.workload
     if isinstance(workload, AgenticWorkload):
         return generate(Agentic(**workload.model_dump(exclude={"generator"})), scenario.scenario.seed)
-    return load_trace(workload.trace, workload.format, use_cache=use_cache)
+    return load_trace(workload.trace, workload.format, time_unit=workload.time_unit, use_cache=use_cache)

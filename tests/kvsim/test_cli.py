@@ -5,13 +5,16 @@ import re
 import subprocess
 import sys
 import time
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from kvsim.cli import FORMATS, one_line
+from kvsim.cli import one_line
 from kvsim.events import Kind
-from kvsim.workload import load
+from kvsim.options import FORMATS, TIME_UNITS
+from kvsim.scenario import TraceWorkload
+from kvsim.workload import fields, load
 from tests.kvsim.command import document, inside, kvsim, mooncake, refused
 
 KEYS = [
@@ -289,7 +292,10 @@ def test_scenarios():
 
 
 def test_the_formats_of_the_command_line_are_those_of_the_readers():
-    assert set(FORMATS) == set(load.FORMATS)
+    assert (
+        FORMATS == tuple(load.FORMATS) == tuple(get_args(get_args(TraceWorkload.model_fields["format"].annotation)[0]))
+    )
+    assert TIME_UNITS == tuple(fields.TIME_UNITS)
 
 
 def test_help_and_hits_start_without_the_simulator(trace):

@@ -21,6 +21,8 @@ SESSION = {
     "hash_id_scope": "local",
     "requests": [{"t": 0.0, "type": "n", "in": 70, "out": 1, "hash_ids": [1]}],
 }
+BAILIAN = {**ROW, "chat_id": 0, "parent_chat_id": -1, "type": "text", "turn": 1}
+ALL = ", ".join(load.FORMATS)
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +69,10 @@ def test_the_format_is_told_by_content(mooncake_file, session_folder):
         ("", "no JSON fields"),
         ("hello", "no JSON fields"),
         ('{"prompt": "x", "n": 3}', "fields n, prompt"),
+        ("when,how long\r\n1,2\r\n", "fields how long, when"),
+        ("TIMESTAMP,Request tokens\n", "fields Request tokens, TIMESTAMP"),
+        ("a\rb,\0\n", "fields \0, a\rb"),
+        (json.dumps({**BAILIAN, "block_size": 16}), "fields block_size, chat_id, hash_ids, input_length"),
         (json.dumps(ROW) + json.dumps(SESSION), "fields block_size, hash_id_scope, hash_ids, id"),
     ],
 )
@@ -75,7 +81,7 @@ def test_an_unknown_format_is_an_error_that_lists_the_formats(tmp_path, text, sa
     path.write_text(text)
     with pytest.raises(TraceError) as caught:
         load_trace(path)
-    assert str(caught.value) == f"{path}:1: format, {says}, expected one of mooncake, claude-code, decision-log"
+    assert str(caught.value) == f"{path}:1: format, {says}, expected one of {ALL}"
 
 
 def test_names_count_wherever_the_first_row_has_them(tmp_path):
@@ -110,9 +116,7 @@ def test_a_pipe_is_read_once_and_whole(mooncake_file, session_folder, tmp_path, 
 
 def test_a_pipe_does_not_tell_its_format(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(
-        TraceError, match=":1: format, not given, expected one of mooncake, claude-code, decision-log: a pipe is"
-    ):
+    with pytest.raises(TraceError, match=f":1: format, not given, expected one of {ALL}: a pipe is"):
         load_trace(tmp_path / "pipe")
 
 
@@ -126,7 +130,9 @@ def test_a_bad_first_row_is_told_by_its_reader(tmp_path):
 def test_a_given_format_is_taken_at_its_word(mooncake_file):
     with pytest.raises(TraceError, match=":1: JSON, b'"):
         load_trace(mooncake_file, "claude-code")
-    with pytest.raises(InvalidArgument, match="format = 'csv': expected mooncake or claude-code or decision-log"):
+    with pytest.raises(
+        InvalidArgument, match="format = 'csv': expected mooncake or claude-code or decision-log or azure or"
+    ):
         load_trace(mooncake_file, "csv")
 
 
@@ -200,6 +206,67 @@ def test_a_changed_source_is_parsed_again(mooncake_file, session_folder, cache_f
     (session_folder / "c.json").write_text(json.dumps(SESSION))
     assert load_trace(session_folder).num_sessions == 3
     assert len(list(cache_folder.iterdir())) == 2, "the new entry takes the place of the stale one"
+
+
+@pytest.mark.parametrize(
+    ("text", "fmt"),
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\r\n", "azure"),
+        ("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n", "burstgpt"),
+        (
+            "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n",
+            "burstgpt",
+        ),
+        (json.dumps(BAILIAN), "bailian"),
+        (json.dumps({"block_size": 16, "hash_ids": [1], "input_length": 3}), "kvcache-ai"),
+        (json.dumps({**ROW, "block_size": 512}), "kvcache-ai"),
+        (json.dumps({**ROW, "block_tokens": [512, 88]}), "kvcache-ai"),
+        (json.dumps([{"id": "a", "messages": [{"role": "user", "content": json.dumps(ROW)}]}]), "multi-turn"),
+        (json.dumps(ROW), "mooncake"),
+        (json.dumps(SESSION), "claude-code"),
+        ('{"kvtwin_record": 1, "granule_len": 16}', "decision-log"),
+    ],
+)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_every_format_is_told_by_its_names(tmp_path, text, fmt, pack):
+    path = tmp_path / "rows"
+    path.write_bytes(pack(text.encode()))
+    assert sniff(path) == fmt
+
+
+def test_another_time_unit_is_parsed_again(mooncake_file):
+    mooncake_file.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "timestamp": 2}) + "\n")
+    for unit, last_ps in (
+        (None, 2 * 10**9),
+        ("us", 2 * 10**6),
+        ("s", 2 * 10**12),
+        ("ms", 2 * 10**9),
+        ("ms", 2 * 10**9),
+    ):
+        assert load_trace(mooncake_file, time_unit=unit).arrival_ps.tolist() == [0, last_ps]
+        assert load_trace(mooncake_file, time_unit=unit, use_cache=False).arrival_ps.tolist() == [0, last_ps]
+    assert load_trace(piped(mooncake_file.with_name("p"), mooncake_file.read_bytes()), "mooncake", time_unit="s").name
+
+
+def test_a_unit_of_sessions_is_of_their_times(session_folder):
+    late = {**SESSION, "requests": [SESSION["requests"][0], {**SESSION["requests"][0], "t": 8.5, "think_time": 3}]}
+    (session_folder / "b.json").write_text(json.dumps(late))
+    for unit, unit_ps in (("s", 10**12), ("ms", 10**9)):
+        assert load_trace(session_folder, time_unit=unit).arrival_ps[-1] == 8.5 * unit_ps
+
+
+@pytest.mark.parametrize(
+    ("fmt", "unit", "says"),
+    [
+        ("mooncake", "h", "time_unit = 'h': expected s or ms or us"),
+        ("azure", "s", "time_unit = 's': expected none for azure, whose times are no numbers of an open unit"),
+        ("decision-log", "ms", "time_unit = 'ms': expected none for decision-log"),
+        ("multi-turn", "us", "time_unit = 'us': expected none for multi-turn"),
+    ],
+)
+def test_a_unit_that_does_not_fit_is_a_mistake(mooncake_file, fmt, unit, says):
+    with pytest.raises(InvalidArgument, match=says):
+        load_trace(mooncake_file, fmt, time_unit=unit)
 
 
 def test_an_older_file_of_the_same_size_in_its_place_is_parsed_again(mooncake_file):
