@@ -95,6 +95,44 @@ def test_another_format_cannot_be_written(azure):
     assert result.returncode == 2 and "'azure' is not 'mooncake'" in result.stderr
 
 
+BURST = (
+    "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5.0,a,1,GPT-4,600,10,610,Conversation log\n6.5,a,1,GPT-4,700,10,710,Conversation log\n"
+)
+BAILIAN = {"chat_id": 0, "parent_chat_id": -1, "timestamp": 0.5, "output_length": 3, "type": "text", "turn": 1}
+TALK = [
+    {"role": "user", "content": "u" * 900},
+    {"role": "assistant", "content": "a" * 90},
+    {"role": "user", "content": "!"},
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "requests", "hits"),
+    [
+        (AZURE, 2, 0),
+        (BURST, 2, 608),
+        (
+            "\n".join(
+                json.dumps({**BAILIAN, "chat_id": i, "input_length": 33, "hash_ids": [1, 2, i]}) for i in range(3)
+            ),
+            3,
+            64,
+        ),
+        (json.dumps({"block_size": 64, "hash_ids": [1, 2], "input_length": 128}), 1, 0),
+        (json.dumps([{"id": "a", "messages": TALK}]), 2, 240),
+    ],
+)
+def test_every_format_runs(tmp_path, text, requests, hits):
+    (tmp_path / "t").write_text(text)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    one = ("--set", "cluster.instances=1", "--set", "engine.num_gpu_blocks=200")
+    report = document("run", tmp_path / "tiny.toml", "--trace", tmp_path / "t", *one)
+    assert (report["requests_completed"], report["requests_rejected"], report["invariants"]) == (requests, 0, "ok")
+    total = document("trace", "stats", tmp_path / "t")["total_input_tokens"]
+    assert report["hit_rate"] == pytest.approx(hits / total)
+
+
 # --- --time-unit ------------------------------------------------------------------------------------------------------
 
 
