@@ -36,7 +36,7 @@ VERSION = 1
 
 GRANULE_LEN = 64
 SIGN = frozenset({"block_size", "hash_id_scope", "requests"})
-"""Names that only this format has at the beginning of a file."""
+"""Names that tell this format at the beginning of a file."""
 SUFFIXES = (".json", ".json.gz")
 PS_PER_MS = PS_PER_S // 1_000
 
