@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvsim.document import Document, to_json
+from kvsim.generate_command import generate
 from kvsim.options import format_option, json_option, no_cache_option, time_unit_option, trace_argument
 from kvsim.trace_commands import convert
 
@@ -138,10 +139,11 @@ def hits(
 
 @app.group("trace")
 def trace_group() -> None:
-    """Look at traces, and convert them."""
+    """Look at traces, make and convert them."""
 
 
 trace_group.add_command(convert)
+trace_group.add_command(generate)
 
 
 @trace_group.command("stats")

@@ -11,6 +11,7 @@ FORMATS = (
     "bailian",
     "kvcache-ai",
     "multi-turn",
+    "kvtwin",
 )
 TIME_UNITS = ("s", "ms", "us")
 

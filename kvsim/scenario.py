@@ -107,10 +107,13 @@ class EngineConfig(Table):
     """Share of the blocks kept free when a waiting request is admitted; vLLM's KVCacheManager(watermark=0.0)."""
 
 
+GENERATORS = ("agentic", "codex")
+
+
 class AgenticWorkload(Table):
     """Sessions that never shrink: turn t's prompt is all before it plus `turn_len` new tokens."""
 
-    generator: Literal["agentic"]
+    generator: str
     sessions: PositiveCount
     turns: PositiveCount
     common_len: Count
@@ -125,13 +128,43 @@ class AgenticWorkload(Table):
     start_spread_s: Annotated[float, Field(ge=0)] = 0.0
     """Sessions start uniformly at random in [0, start_spread_s); 0 starts all at once."""
 
+    @field_validator("generator")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        return toml.one_of(name, GENERATORS)
+
+
+class CodexWorkload(Table):
+    """Codex on SWE-bench Pro, as `kvsim.workload.codex` generates it; what is not set has that module's default."""
+
+    generator: Literal["codex"]
+    sessions: Annotated[PositiveCount, Field(le=100_000)]
+    shared_len: Annotated[Count, Field(le=11_520)] | None = None
+    """Tokens all sessions share: 11,520 as at the provider, 902 as the published texts replay."""
+    missed_len: Annotated[float, Field(ge=0)] | None = None
+    """Tokens a call that the provider is to have missed; changes reports only."""
+    answers: Literal["recorded", "generated"] | None = None
+    """What the next prompt holds."""
+    start_spread_s: Annotated[float, Field(ge=0)] = 0.0
+    """Sessions start uniformly at random in [0, start_spread_s); 0 starts all at once."""
+
 
 class TraceWorkload(Table):
     """A recorded trace; the format is sniffed by content when not given."""
 
     trace: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), AfterValidator(os.path.expanduser)]
     format: (
-        Literal["mooncake", "claude-code", "decision-log", "azure", "burstgpt", "bailian", "kvcache-ai", "multi-turn"]
+        Literal[
+            "mooncake",
+            "claude-code",
+            "decision-log",
+            "azure",
+            "burstgpt",
+            "bailian",
+            "kvcache-ai",
+            "multi-turn",
+            "kvtwin",
+        ]
         | None
     ) = None
     time_unit: Literal["s", "ms", "us"] | None = None
@@ -140,11 +173,14 @@ class TraceWorkload(Table):
 
 def _workload_kind(data: object) -> str:
     is_trace = isinstance(data, TraceWorkload) or (isinstance(data, Mapping) and "trace" in data)
-    return "<trace>" if is_trace else "<agentic>"
+    is_codex = isinstance(data, CodexWorkload) or (isinstance(data, Mapping) and data.get("generator") == "codex")
+    return "<trace>" if is_trace else "<codex>" if is_codex else "<agentic>"
 
 
 Workload = Annotated[
-    Annotated[AgenticWorkload, Tag("<agentic>")] | Annotated[TraceWorkload, Tag("<trace>")],
+    Annotated[AgenticWorkload, Tag("<agentic>")]
+    | Annotated[CodexWorkload, Tag("<codex>")]
+    | Annotated[TraceWorkload, Tag("<trace>")],
     Discriminator(_workload_kind),
 ]
 

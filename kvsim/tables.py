@@ -81,13 +81,15 @@ def hits(report: Document, block_len: int) -> RenderableType:
 
 def trace_stats(stats: Document) -> RenderableType:
     """What a trace holds."""
-    facts = {name: _number(value) for name, value in stats.items() if not isinstance(value, Mapping)}
-    spreads = {name: value for name, value in stats.items() if isinstance(value, Mapping)}
-    columns = list(next(iter(spreads.values()), {}))
+    facts = {_label(name): _number(value) for name, value in stats.items() if not isinstance(value, Mapping)}
+    spreads = {_label(name): value for name, value in stats.items() if isinstance(value, Mapping)}
+    sessions = spreads.pop("per session")
+    spreads |= {f"{_label(name)} per session": value for name, value in sessions.items()}
+    columns = list(next(iter(spreads.values())))
     table = _table("", *columns)
-    for name, values in spreads.items():
-        table.add_row(_label(name), *(_number(values[column]) for column in columns))
-    return Group(_pairs({_label(name): value for name, value in facts.items()}), table)
+    for label, values in spreads.items():
+        table.add_row(label, *(_number(values.get(column)) for column in columns))
+    return Group(_pairs(facts), table)
 
 
 def scenarios(descriptions: Mapping[str, str]) -> RenderableType:
@@ -149,6 +151,8 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _number(value: object) -> str:
+    if value is None:
+        return MISSING
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -35,6 +35,9 @@ PositiveRatio = Annotated[float, Field(gt=0, le=1)]
 TAG_MARK = "<"
 """First character of a union's tags, by which they are told from keys in an error's location."""
 
+KIND_KEY = "generator"
+"""The key that says which kind of a section it is."""
+
 TableT = TypeVar("TableT", bound=Table)
 
 
@@ -86,12 +89,15 @@ def hint(name: str, known: Sequence[str]) -> str:
 
 
 def _first_error(table: type[Table], data: Mapping[str, Any], origin: str, error: ValidationError) -> InvalidToml:
-    # An unknown key explains a missing one (a typo), so it comes first.
-    errors = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
-    first = errors[0]
+    first = min(error.errors(include_url=False), key=_precedence)
     loc = [str(part) for part in first["loc"] if not str(part).startswith(TAG_MARK)]
     value = None if first["type"] == "missing" or not loc else first["input"]
     return InvalidToml(origin, ".".join(loc), value, _expected(table, first, loc))
+
+
+def _precedence(error: ErrorDetails) -> tuple[bool, bool]:
+    """A wrong kind explains an unknown key, and that (a typo) a missing one."""
+    return error["loc"][-1:] != (KIND_KEY,), error["type"] != "extra_forbidden"
 
 
 def _expected(table: type[Table], error: ErrorDetails, loc: list[str]) -> str:

@@ -23,6 +23,7 @@ class TraceBuilder:
     num_segments: list[int] = field(default_factory=list)
     segment_stream: list[int] = field(default_factory=list)
     segment_end: list[int] = field(default_factory=list)
+    reported_cached_len: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.arrival_ps)
@@ -65,6 +66,10 @@ class TraceBuilder:
             segments.append((own_stream, input_len))
         self.hold(input_len, output_len, segments, own_stream, num_granules=runs[-1][1] if runs else 0)
 
+    def report(self, cached_len: int) -> None:
+        """What the provider said it had cached of the prompt just started; told of every request or of none."""
+        self.reported_cached_len.append(cached_len)
+
     def build(self, name: str, format: str, granule_len: int) -> Trace:
         """The trace, ordered by recorded start; requests of one instant stay in the order they were added."""
         arrival_ps = _column(self.arrival_ps)
@@ -73,6 +78,7 @@ class TraceBuilder:
         row_of[order] = np.arange(len(order))
         num_segments = _column(self.num_segments)
         picked = _gather(num_segments, order)
+        reported = _column(self.reported_cached_len)
         return Trace(
             name=name,
             format=format,
@@ -88,6 +94,7 @@ class TraceBuilder:
             segment_offset=_offsets(num_segments[order]),
             segment_stream=_column(self.segment_stream)[picked],
             segment_end=_column(self.segment_end)[picked],
+            reported_cached_len=reported[order] if len(reported) else reported,
         )
 
 

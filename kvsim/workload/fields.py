@@ -43,6 +43,13 @@ class Row:
             raise self.error(field, f"an integer, {at_least} <= {field} < 2**32")
         return value
 
+    def integer(self, field: str, below: int, at_least: int = 0) -> int:
+        """An integer with at_least <= value < below; a boolean or a float is none."""
+        value = self.values.get(field)
+        if type(value) is not int or not at_least <= value < below:
+            raise self.error(field, f"an integer, {at_least} <= {field} < {below}")
+        return value
+
     def number(self, field: str, below: int) -> int | float:
         """A number with 0 <= number < below; a boolean is none."""
         value = self.values.get(field)
@@ -64,6 +71,13 @@ class Row:
         texts = [value for value in self.values.values() if type(value) is str]
         if text.count(b'"') != 2 * (len(self.values) + len(texts)) + sum(value.count('"') for value in texts):
             raise trace_error(self.where, "JSON", "a field twice", "each field once")
+
+    def text(self, field: str) -> str:
+        """A string."""
+        value = self.values.get(field)
+        if type(value) is not str:
+            raise self.error(field, "a text")
+        return value
 
     def choice(self, field: str, choices: tuple[object, ...]) -> None:
         """Check that the value is one of `choices`."""

@@ -17,6 +17,7 @@ from kvsim.workload import (
     kvcache_ai,
     mooncake,
     multi_turn,
+    native,
 )
 from kvsim.workload.fields import TIME_UNITS, trace_error
 from kvsim.workload.trace import Trace
@@ -46,6 +47,7 @@ FORMATS = {
     "bailian": Format(bailian.read, bailian.VERSION, bailian.SIGN, mooncake.SIGN, bailian.read),
     "kvcache-ai": Format(kvcache_ai.read, kvcache_ai.VERSION, kvcache_ai.SIGN, mooncake.SIGN, kvcache_ai.read),
     "multi-turn": Format(multi_turn.read, multi_turn.VERSION, multi_turn.SIGN),
+    "kvtwin": Format(native.read, native.VERSION, native.SIGN),
 }
 
 

@@ -1,6 +1,6 @@
 """The columnar trace: every reader and generator gives one, everything downstream takes one."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -50,6 +50,8 @@ class Trace:
     """Length segment_offset[-1]."""
     segment_end: Column
     """Length segment_offset[-1]; strictly increasing inside a request, its last one is input_len."""
+    reported_cached_len: Column = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Prompt tokens that the provider reported as cached; length 0 where the source has no such report."""
 
     def __post_init__(self) -> None:
         n = self.num_requests
@@ -70,6 +72,10 @@ class Trace:
         assert (np.diff(self.segment_offset) > 0).all()
         assert (self.segment_end[self.segment_offset[1:] - 1] == self.input_len).all()
         assert (self.segment_lengths() > 0).all()
+        if len(self.reported_cached_len):
+            assert len(self.reported_cached_len) == n
+            assert (self.reported_cached_len >= 0).all()
+            assert (self.reported_cached_len <= self.input_len).all()
 
     @property
     def num_requests(self) -> int:
@@ -146,5 +152,5 @@ def columns_of(trace: Trace) -> tuple[Column, ...]:
 
 
 COLUMN_NAMES: tuple[str, ...] = tuple(
-    field.name for field in fields(Trace) if field.name not in ("name", "format", "granule_len")
+    column.name for column in fields(Trace) if column.name not in ("name", "format", "granule_len")
 )

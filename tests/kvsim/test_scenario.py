@@ -1,10 +1,15 @@
 """The configuration object: what is shipped, what is derived, what overrides do, what mistakes say."""
 
+import numpy as np
 import pytest
 
 from kvsim import scenario
-from kvsim.scenario import AgenticWorkload, TraceWorkload
+from kvsim.results import scenario_toml
+from kvsim.scenario import AgenticWorkload, CodexWorkload, TraceWorkload
 from kvsim.toml import InvalidToml
+from kvsim.workload.codex import MAX_SESSIONS, PROVIDER_SHARED_LEN, Codex, generate
+from kvsim.workload.source import trace_of
+from kvsim.workload.trace import columns_of
 
 
 def test_shipped_scenarios_load_and_describe_themselves():
@@ -139,6 +144,9 @@ def test_is_immutable():
         ("routing.snapshot_interval_ms=-1", "routing.snapshot_interval_ms = -1: expected greater than or equal to 0"),
         ("workload.trace=x", "workload.generator = 'agentic': expected no such key beside the others"),
         ("workload.delay_s=inf", "workload.delay_s = inf: expected a finite number"),
+        ("workload.generator=codx", "workload.generator = 'codx': expected a known name; did you mean codex?"),
+        ("workload.generator=codex", "workload.turns = 30: expected no such key beside the others"),
+        ("workload.generator=3", "workload.generator = 3: expected a valid string"),
     ],
 )
 def test_a_wrong_value_names_file_key_and_fix(override, expected):
@@ -161,6 +169,46 @@ def test_a_wrong_override_says_so(override, expected):
     with pytest.raises(InvalidToml) as error:
         scenario.load("pool-16", [override])
     assert str(error.value) == expected
+
+
+CODEX = """
+[scenario]
+name = "codex"
+description = "as small as it gets"
+[model]
+name = "llama-3.1-8b"
+[device]
+name = "h100-sxm"
+[cluster]
+instances = 2
+[workload]
+generator = "codex"
+sessions = 3
+shared_len = 902
+"""
+
+
+def test_codex_is_a_workload(tmp_path):
+    path = tmp_path / "codex.toml"
+    path.write_text(CODEX)
+    config = scenario.load(str(path), ["scenario.seed=5"])
+    assert isinstance(config.workload, CodexWorkload)
+    trace, expected = trace_of(config), generate(Codex(sessions=3, shared_len=902), seed=5)
+    assert all(np.array_equal(a, b) for a, b in zip(columns_of(trace), columns_of(expected), strict=True))
+    again = tmp_path / "again.toml"
+    again.write_text(scenario_toml(config))
+    assert scenario.load(str(again)) == config
+    with pytest.raises(InvalidToml, match=r"workload.shared_len = 11521: expected less than or equal to 11520"):
+        scenario.load(str(path), ["workload.shared_len=11521"])
+
+
+def test_both_sides_have_the_same_bounds():
+    """A scenario's mistakes are told with their place: by its own bounds, which are those of the generator."""
+    for field, largest in (("sessions", MAX_SESSIONS), ("shared_len", PROVIDER_SHARED_LEN)):
+        sizes = {"generator": "codex", "sessions": 1, field: largest}
+        assert Codex(**CodexWorkload(**sizes).model_dump(exclude={"generator"}, exclude_none=True))
+        with pytest.raises(ValueError):
+            CodexWorkload(**{**sizes, field: largest + 1})
 
 
 def test_pool_and_link_come_together():
