@@ -1,19 +1,13 @@
 """Arguments and options that several commands take."""
 
+from typing import get_args
+
 import click
 
-FORMATS = (
-    "mooncake",
-    "claude-code",
-    "decision-log",
-    "azure",
-    "burstgpt",
-    "bailian",
-    "kvcache-ai",
-    "multi-turn",
-    "kvtwin",
-)
-TIME_UNITS = ("s", "ms", "us")
+from kvsim.workload.names import FormatName, TimeUnit
+
+FORMATS = get_args(FormatName)
+TIME_UNITS = get_args(TimeUnit)
 
 trace_argument = click.argument("trace", metavar="TRACE")
 format_option = click.option(

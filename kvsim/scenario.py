@@ -26,6 +26,7 @@ from kvsim import catalog, toml
 from kvsim.catalog import Device, LlmModel
 from kvsim.pool_config import LinkConfig, PoolConfig
 from kvsim.toml import Count, InvalidToml, PositiveCount, PositiveRatio, Ratio, Table
+from kvsim.workload.names import FormatName, TimeUnit
 
 
 class About(Table):
@@ -153,21 +154,8 @@ class TraceWorkload(Table):
     """A recorded trace; the format is sniffed by content when not given."""
 
     trace: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), AfterValidator(os.path.expanduser)]
-    format: (
-        Literal[
-            "mooncake",
-            "claude-code",
-            "decision-log",
-            "azure",
-            "burstgpt",
-            "bailian",
-            "kvcache-ai",
-            "multi-turn",
-            "kvtwin",
-        ]
-        | None
-    ) = None
-    time_unit: Literal["s", "ms", "us"] | None = None
+    format: FormatName | None = None
+    time_unit: TimeUnit | None = None
     """What the trace's times count, instead of its format's unit."""
 
 

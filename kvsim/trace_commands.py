@@ -3,7 +3,6 @@
 Imports are inside the functions, as in `kvsim.cli`, which has what commands share.
 """
 
-import gzip
 import os
 import sys
 from collections.abc import Iterable
@@ -61,6 +60,8 @@ def convert(
 
 def write(path: Path, lines: Iterable[bytes]) -> None:
     """The lines as the file, which appears whole or not at all unless it is a pipe; raises OSError."""
+    import gzip
+
     from kvsim.workload.files import is_stream
 
     if is_stream(path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from kvsim.cli import app
+from tests.support import PROJECT
 
 KVSIM = str(Path(sys.executable).parent / "kvsim")
 
@@ -81,3 +82,18 @@ def refused(*arguments, run=inside, **environment):
     assert len(result.stderr.splitlines()) == 1 and result.stderr.endswith("\n"), result.stderr
     assert result.stderr.removesuffix("\n").isprintable()
     return result.stderr.removesuffix("\n")
+
+
+def under_hash_seeds(program):
+    """What the Python program prints, in a process for each of two seeds of Python's own hashes: one output or two."""
+    return {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=PROJECT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "4242")
+    }

@@ -292,9 +292,8 @@ def test_scenarios():
 
 
 def test_the_formats_of_the_command_line_are_those_of_the_readers():
-    assert (
-        FORMATS == tuple(load.FORMATS) == tuple(get_args(get_args(TraceWorkload.model_fields["format"].annotation)[0]))
-    )
+    of_scenarios, _ = get_args(TraceWorkload.model_fields["format"].annotation)
+    assert FORMATS == tuple(load.FORMATS) == get_args(of_scenarios)
     assert TIME_UNITS == tuple(fields.TIME_UNITS)
 
 

@@ -1,9 +1,5 @@
 """The generated workload has the shape its numbers say, and its seed decides the rest."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +8,7 @@ from hypothesis import strategies as st
 from kvcore.errors import InvalidArgument
 from kvsim.workload.agentic import Agentic, generate, random_stream
 from kvsim.workload.trace import columns_of
-from tests.support import PROJECT
+from tests.kvsim.command import under_hash_seeds
 
 SHAPE = Agentic(sessions=3, turns=4, common_len=100, first_len=50, turn_len=20, output_len=9, delay_s=1.5)
 
@@ -83,18 +79,7 @@ print(sha256(b"".join(column.tobytes() for column in columns_of(trace))).hexdige
 
 
 def test_one_trace_under_any_hash_seed():
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", PROBE],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=PROJECT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "4242")
-    }
-    assert len(outputs) == 1
+    assert len(under_hash_seeds(PROBE)) == 1
 
 
 @pytest.mark.parametrize(

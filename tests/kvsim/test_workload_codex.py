@@ -1,9 +1,5 @@
 """Codex on SWE-bench Pro: the published table, typed here once more, comes out of any seed."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +9,7 @@ from kvcore.errors import InvalidArgument
 from kvsim.workload.codex import Codex, generate
 from kvsim.workload.stats import stats
 from kvsim.workload.trace import columns_of
-from tests.support import PROJECT
+from tests.kvsim.command import under_hash_seeds
 
 # Mean, P50, P90, P99 of 610 trials (blog of 2026-05-06 and data card).
 PER_SESSION = {
@@ -190,15 +186,4 @@ print(sha256(b"".join(column.tobytes() for column in columns_of(trace))).hexdige
 
 
 def test_one_trace_under_any_hash_seed():
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", PROBE],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=PROJECT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "4242")
-    }
-    assert len(outputs) == 1
+    assert len(under_hash_seeds(PROBE)) == 1
