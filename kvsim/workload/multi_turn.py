@@ -16,13 +16,15 @@ What starts when
   their number, conversations of one turn in order of the file.
 
 Which content is whose
-- Content is text: conversations that begin with the same text share it, in whole pieces of 16 tokens.
+- Content is text: conversations that begin with the same text share it, in whole pieces of 16 tokens. The pieces of an
+  answer are shared together or not at all.
 - Answers are sent back as they were given, so a conversation's next prompt holds them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import accumulate, count, islice
+from itertools import accumulate, count, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +39,7 @@ from kvsim.workload.prefix_tree import Ids, PrefixTree
 from kvsim.workload.trace import Trace
 
 FORMAT = "multi-turn"
-VERSION = 1
+VERSION = 2
 """Counts changes of what `read` makes of the same file; cached traces of another version are read again."""
 
 GRANULE_LEN = 16
@@ -114,9 +116,10 @@ def _conversation(row: Row, tree: PrefixTree) -> _Conversation:
     ends = [div_ceil(end, BYTES_PER_TOKEN) for end in accumulate(map(len, texts))]
     if ends[-1] >= MAX_TOKENS:
         raise row.error("messages", "less than 2**32 tokens")
-    runs = [(stream, end * GRANULE_LEN) for stream, end in tree.follow(_ids(b"".join(texts)))]
     answers = islice([*ends, ends[-1]], 1, None, 2)
-    return _Conversation(runs, list(zip(ends[::2], answers, strict=False)))
+    turns = list(zip(ends[::2], answers, strict=False))
+    runs = [(stream, end * GRANULE_LEN) for stream, end in tree.follow(_ids(b"".join(texts), turns))]
+    return _Conversation(runs, turns)
 
 
 def _text(message: Row, role: str) -> bytes:
@@ -128,8 +131,19 @@ def _text(message: Row, role: str) -> bytes:
     return content.encode()
 
 
-def _ids(text: bytes) -> Ids:
-    """One id for each piece of text, the last of which may be shorter."""
-    pieces = (text[start : start + GRANULE_BYTES] for start in range(0, len(text), GRANULE_BYTES))
-    digests = b"".join(blake2b(piece, digest_size=8).digest() for piece in pieces)
+def _ids(text: bytes, turns: list[tuple[int, int]]) -> Ids:
+    """One id for each piece of text, the last of which may be shorter; all those of an answer tell of all its pieces."""
+    num_pieces = div_ceil(len(text), GRANULE_BYTES)
+    begins = np.ones(num_pieces, dtype=np.bool_)
+    for input_len, total_len in turns:
+        begins[input_len // GRANULE_LEN + 1 : div_ceil(total_len, GRANULE_LEN)] = False
+    bounds = [*(np.flatnonzero(begins) * GRANULE_BYTES).tolist(), len(text)]
+    digests = b"".join(digest for start, end in pairwise(bounds) for digest in _digests(text[start:end]))
     return np.frombuffer(digests, dtype=np.uint64)
+
+
+def _digests(text: bytes) -> Iterator[bytes]:
+    """One of 8 bytes for each piece of a text that is shared as a whole."""
+    key = blake2b(text, digest_size=8).digest()
+    for start in range(0, len(text), GRANULE_BYTES):
+        yield blake2b(text[start : start + GRANULE_BYTES], digest_size=8, key=key).digest()

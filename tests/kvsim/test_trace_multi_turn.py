@@ -65,7 +65,20 @@ def test_an_answer_that_differs_parts_two_conversations(tmp_path):
     assert second[1][1] == (second[1][1][0], 16, 33)
 
 
-texts = st.lists(st.text(max_size=200), min_size=1, max_size=7).filter(lambda found: found[0])
+def test_answers_that_begin_with_the_same_text_are_not_shared_in_part(tmp_path):
+    answers = ("a" * 640 + last for last in "12")
+    trace = read(tmp_path, *(conversation(str(number), "q" * 64, a, "m") for number, a in enumerate(answers)))
+    (asked, _), (answered, asked_on) = ([trace.segments(i, 1) for i in ends] for ends in ((0, 2), (1, 3)))
+    assert asked == ((0, 0, 177),), "a question of 16 tokens and an answer of 160 and a bit"
+    stream = answered[1][0]
+    assert stream != 0
+    assert answered == ((0, 0, 16), (stream, 16, 177))
+    assert asked_on == ((0, 0, 16), (stream, 16, 177)), "the next question begins in the answer's last token"
+
+
+texts = st.lists(st.text(max_size=200) | st.text("ab", max_size=80), min_size=1, max_size=7).filter(
+    lambda found: found[0]
+)
 
 
 @given(st.lists(texts, min_size=1, max_size=4))
