@@ -231,12 +231,13 @@ def load_scenario(
     """The scenario, serving `trace` when there is one; raises InvalidArgument."""
     from kvcore.errors import require
     from kvsim import scenario, toml
+    from kvsim.config.workload import TraceWorkload
 
     if trace is None:
         require(fmt is None, "--format", fmt, "--trace with it")
         require(time_unit is None, "--time-unit", time_unit, "--trace with it")
         return scenario.load(source, overrides)
-    workload = toml.validate(scenario.TraceWorkload, {"trace": trace, "format": fmt, "time_unit": time_unit}, "--trace")
+    workload = toml.validate(TraceWorkload, {"trace": trace, "format": fmt, "time_unit": time_unit}, "--trace")
     return scenario.load(source, overrides, workload)
 
 

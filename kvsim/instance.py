@@ -7,7 +7,7 @@ from kvcore.units import div_ceil
 from kvsim.clock import Action, Alarm, Clock, Phase
 from kvsim.cost.step_time import StepTimeModel
 from kvsim.events import EventLog, Kind
-from kvsim.pool_client import PoolClient
+from kvsim.pool.client import PoolClient
 from kvsim.scheduler import Scheduler
 from kvsim.sequence import Sequence
 from kvsim.step import Step

@@ -10,11 +10,12 @@ import numpy as np
 
 from kvcore.errors import InvalidArgument
 from kvsim import invariants
+from kvsim.config.workload import TraceWorkload
 from kvsim.document import Document, to_json
 from kvsim.events import EventLog, Kind
 from kvsim.metrics import Events, measure
 from kvsim.run import SharedPool, Simulation, decisions_digest
-from kvsim.scenario import Scenario, TraceWorkload
+from kvsim.scenario import Scenario
 
 OUT_EXPECTED = "a new or empty folder; nothing is ever overwritten"
 

@@ -52,4 +52,4 @@ ROUTERS: Mapping[str, Callable[[Scenario], Router]] = {
     "prefix_aware": _prefix_aware,
     "pool_aware": _pool_aware,
 }
-"""Its keys are `kvsim.scenario.ROUTINGS`."""
+"""Its keys are `kvsim.config.cluster.ROUTINGS`."""

@@ -19,20 +19,21 @@ from kvcore.types import GroupId, Run, Segments, StreamId
 from kvcore.units import NS_PER_MS, NS_PER_S
 from kvsim.clock import PS_PER_US, Clock
 from kvsim.cluster import Cluster, MakeEngine, MakeMachine, OnFinished
+from kvsim.config.links import LinkConfig
+from kvsim.config.pool import PoolConfig
 from kvsim.cost.roofline import Roofline
 from kvsim.dispatcher import Dispatcher, Fleet, PoolHit
 from kvsim.events import EventLog
 from kvsim.instance import Instance
 from kvsim.link import FairLink
-from kvsim.pool_client import Path, PoolClient
-from kvsim.pool_config import LinkConfig, PoolConfig
-from kvsim.pool_policy import make_planner, make_policy, make_store
+from kvsim.pool.client import Path, PoolClient
+from kvsim.pool.policy import make_planner, make_policy, make_store
+from kvsim.pool.store import MooncakePool
 from kvsim.routers import make_router
 from kvsim.scenario import Scenario
 from kvsim.scheduler import Limits, Scheduler
 from kvsim.sequence import Sequence
 from kvsim.sessions import Sessions
-from kvsim.store import MooncakePool
 from kvsim.workload.trace import Trace
 
 _START = itemgetter(1)

@@ -2,31 +2,26 @@
 
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import (
-    AfterValidator,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import model_validator
 
 from kvcore.errors import clipped
 from kvcore.masks import Retention
 from kvcore.spec import FullAttention, ModelSpec
 from kvsim import catalog, toml
 from kvsim.catalog import Device, LlmModel
-from kvsim.pool_config import LinkConfig, PoolConfig
-from kvsim.toml import Count, InvalidToml, PositiveCount, PositiveRatio, Ratio, Table
-from kvsim.workload.names import FormatName, TimeUnit
+from kvsim.config.cluster import ClusterConfig, DeviceChoice, EngineConfig, ModelChoice, RoutingConfig
+from kvsim.config.links import LinkConfig
+from kvsim.config.pool import PoolConfig
+from kvsim.config.workload import TraceWorkload, Workload
+from kvsim.toml import Count, InvalidToml, Table
 
 
 class About(Table):
@@ -35,142 +30,6 @@ class About(Table):
     name: str
     description: str
     seed: Count = 0
-
-
-class ModelChoice(Table):
-    """A model of the catalogue."""
-
-    name: str
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return toml.one_of(name, catalog.llm_models())
-
-
-class DeviceChoice(Table):
-    """A device of the catalogue."""
-
-    name: str
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return toml.one_of(name, catalog.devices())
-
-
-ROUTINGS = ("round_robin", "least_loaded", "session_affinity", "prefix_aware", "pool_aware")
-"""Routing policies by name; see docs/POLICIES.md."""
-
-
-class ClusterConfig(Table):
-    """Identical instances behind one router."""
-
-    instances: Annotated[PositiveCount, Field(le=65_536)]
-    gpus_per_instance: Literal[1] = 1
-    routing: str = "round_robin"
-
-    @field_validator("routing")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return toml.one_of(name, ROUTINGS)
-
-
-class RoutingConfig(Table):
-    """Parameters of the routing policies, under their sources' names; each policy reads its own."""
-
-    snapshot_interval_ms: Count = 50
-    """How old loads and cached prefixes may be: llm-d's `--refresh-metrics-interval` (50 ms); vLLM's data-parallel
-    coordinator reports every 100 ms."""
-    overlap_score_credit: Ratio = 1.0
-    """prefix_aware, Dynamo's `--router-kv-overlap-score-credit`: how much of a cached token counts as computed."""
-    prefill_load_scale: Annotated[float, Field(ge=0)] = 1.0
-    """prefix_aware, Dynamo's `--router-prefill-load-scale`: a token to compute against one to decode over."""
-    prefill_ns_per_token: Count | None = None
-    """pool_aware: time to compute a token; by default that of a full step of the scenario's model on its device."""
-    transfer_ns_per_token: Count | None = None
-    """pool_aware: time to fetch a token; by default that of the scenario's link, alone on it."""
-
-
-class EngineConfig(Table):
-    """One engine; names and defaults of vLLM's EngineArgs where it has them."""
-
-    block_size: PositiveCount = 16
-    max_num_seqs: PositiveCount = 1024
-    max_num_batched_tokens: PositiveCount = 8192
-    gpu_memory_utilization: PositiveRatio = 0.9
-    reserved_bytes: Count = 3_274_912_563
-    """GPU memory that is neither weights nor KV: activation peak 1.26 GiB + non-torch 1.79 GiB, as vLLM's profiling run
-    printed for an 8B Llama on one H100 (github.com/vllm-project/vllm/pull/10511, 2024-12-14)."""
-    num_gpu_blocks: Annotated[PositiveCount, Field(ge=2)] | None = None
-    """Overrides the number derived from memory. One of them holds nothing, vLLM's null block."""
-    watermark: Ratio = 0.0
-    """Share of the blocks kept free when a waiting request is admitted; vLLM's KVCacheManager(watermark=0.0)."""
-
-
-GENERATORS = ("agentic", "codex")
-
-
-class AgenticWorkload(Table):
-    """Sessions that never shrink: turn t's prompt is all before it plus `turn_len` new tokens."""
-
-    generator: str
-    sessions: PositiveCount
-    turns: PositiveCount
-    common_len: Count
-    """Tokens all sessions share (system prompt and tools)."""
-    first_len: Count
-    """Tokens of a session's own first input, after the common ones."""
-    turn_len: PositiveCount
-    """New input tokens of each later turn, after the last answer."""
-    output_len: PositiveCount
-    delay_s: Annotated[float, Field(ge=0)] = 0.0
-    """Pause between an answer and the session's next turn."""
-    start_spread_s: Annotated[float, Field(ge=0)] = 0.0
-    """Sessions start uniformly at random in [0, start_spread_s); 0 starts all at once."""
-
-    @field_validator("generator")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return toml.one_of(name, GENERATORS)
-
-
-class CodexWorkload(Table):
-    """Codex on SWE-bench Pro, as `kvsim.workload.codex` generates it; what is not set has that module's default."""
-
-    generator: Literal["codex"]
-    sessions: Annotated[PositiveCount, Field(le=100_000)]
-    shared_len: Annotated[Count, Field(le=11_520)] | None = None
-    """Tokens all sessions share: 11,520 as at the provider, 902 as the published texts replay."""
-    missed_len: Annotated[float, Field(ge=0)] | None = None
-    """Tokens a call that the provider is to have missed; changes reports only."""
-    answers: Literal["recorded", "generated"] | None = None
-    """What the next prompt holds."""
-    start_spread_s: Annotated[float, Field(ge=0)] = 0.0
-    """Sessions start uniformly at random in [0, start_spread_s); 0 starts all at once."""
-
-
-class TraceWorkload(Table):
-    """A recorded trace; the format is sniffed by content when not given."""
-
-    trace: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), AfterValidator(os.path.expanduser)]
-    format: FormatName | None = None
-    time_unit: TimeUnit | None = None
-    """What the trace's times count, instead of its format's unit."""
-
-
-def _workload_kind(data: object) -> str:
-    is_trace = isinstance(data, TraceWorkload) or (isinstance(data, Mapping) and "trace" in data)
-    is_codex = isinstance(data, CodexWorkload) or (isinstance(data, Mapping) and data.get("generator") == "codex")
-    return "<trace>" if is_trace else "<codex>" if is_codex else "<agentic>"
-
-
-Workload = Annotated[
-    Annotated[AgenticWorkload, Tag("<agentic>")]
-    | Annotated[CodexWorkload, Tag("<codex>")]
-    | Annotated[TraceWorkload, Tag("<trace>")],
-    Discriminator(_workload_kind),
-]
 
 
 class Scenario(Table):

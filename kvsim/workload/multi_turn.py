@@ -132,7 +132,7 @@ def _text(message: Row, role: str) -> bytes:
 
 
 def _ids(text: bytes, turns: list[tuple[int, int]]) -> Ids:
-    """One id for each piece of text, the last of which may be shorter; all those of an answer tell of all its pieces."""
+    """One id for each piece of text, the last of which may be shorter; those of an answer tell of all its pieces."""
     num_pieces = div_ceil(len(text), GRANULE_BYTES)
     begins = np.ones(num_pieces, dtype=np.bool_)
     for input_len, total_len in turns:

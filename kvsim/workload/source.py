@@ -1,6 +1,7 @@
 """The trace that a scenario's [workload] section asks for."""
 
-from kvsim.scenario import AgenticWorkload, CodexWorkload, Scenario
+from kvsim.config.workload import AgenticWorkload, CodexWorkload
+from kvsim.scenario import Scenario
 from kvsim.workload import agentic, codex
 from kvsim.workload.load import load_trace
 from kvsim.workload.trace import Trace

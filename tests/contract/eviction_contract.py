@@ -5,8 +5,8 @@ from copy import deepcopy
 from hypothesis import strategies as st
 
 from kvcore.hints import Pin
-from kvsim.extents import Extents
-from kvsim.store import MooncakePool, SoftPins
+from kvsim.pool.extents import Extents
+from kvsim.pool.store import MooncakePool, SoftPins
 from tests.kvsim.test_store import calls, contents
 from tests.kvsim.test_store_hints import HINTS, SHAPES
 

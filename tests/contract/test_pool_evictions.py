@@ -9,10 +9,10 @@ from kvcore.eviction.leaf_first import LeafFirstRuns
 from kvcore.eviction.lru import LruRuns
 from kvcore.eviction.session_aware import SessionAwareRuns
 from kvcore.hints import Pin
-from kvsim.extents import rank_of
-from kvsim.policy_pool import LinedExtents, PolicyPool
-from kvsim.pool_config import EVICTIONS
-from kvsim.store import MooncakePool
+from kvsim.config.pool import EVICTIONS
+from kvsim.pool.extents import rank_of
+from kvsim.pool.policy_pool import LinedExtents, PolicyPool
+from kvsim.pool.store import MooncakePool
 from tests.contract import eviction_contract as contract
 from tests.contract.eviction_contract import CASES, RULES
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvcore.ports import StoreOutcome
-from kvsim.store import MooncakePool
+from kvsim.pool.store import MooncakePool
 from tests.contract.store_contract import StoreContract, StoreUnderTest, broken_rules
 from tests.contract.test_memory_store import StandingClock
 

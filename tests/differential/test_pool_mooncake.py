@@ -6,7 +6,7 @@ import pytest
 
 from kvcore.runs import num_blocks
 from kvcore.types import GroupId, StreamId
-from kvsim.store import MooncakePool
+from kvsim.pool.store import MooncakePool
 from tests.differential.mooncake_master import client_of_master
 
 BLOCK_BYTES = 16 << 10

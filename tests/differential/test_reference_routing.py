@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvsim.scenario import ROUTINGS
+from kvsim.config.cluster import ROUTINGS
 from kvsim.workload.agentic import Agentic, generate
 from tests.differential.test_reference import compare
 from tests.kvsim.small_runs import scenario_of

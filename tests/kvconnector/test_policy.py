@@ -15,7 +15,8 @@ from kvcore.errors import InvalidArgument
 from kvcore.loading import LoadAlways, LoadCheaper, LoadInTime
 from kvcore.spec import FullAttention, ModelSpec, Recurrent, SlidingWindow
 from kvcore.units import NS_PER_MS
-from kvsim import pool_config
+from kvsim.config import links as link_config
+from kvsim.config import pool as pool_config
 from kvsim.scenario import load
 
 WINDOWED = ModelSpec((FullAttention(16), SlidingWindow(8, 32)))
@@ -42,7 +43,7 @@ def test_a_role_is_a_policy(kv_role, max_load_attempts, admission):
 def test_policies_have_the_names_that_they_have_in_a_scenario():
     names = {field.name for field in fields(Policies)} - {"rates"}
     assert names <= set(pool_config.PoolConfig.model_fields)
-    assert {"bandwidth_bytes_per_s", "latency_us"} <= set(pool_config.LinkConfig.model_fields)
+    assert {"bandwidth_bytes_per_s", "latency_us"} <= set(link_config.LinkConfig.model_fields)
     assert tuple(kind.value for kind in AdmissionKind) == pool_config.ADMISSIONS
     assert tuple(kind.value for kind in LoadingKind) == pool_config.LOADINGS
 
@@ -133,7 +134,7 @@ def test_a_policy_that_cannot_be_is_refused_with_the_fix(extra, message):
 
 
 def test_patience_is_the_simulator_s_unless_the_user_says_otherwise():
-    from kvsim.pool_policy import make_policy as simulated
+    from kvsim.pool.policy import make_policy as simulated
 
     scenario = load("pool-16", [])
     theirs = simulated(scenario, scenario.pool, scenario.link)

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from kvcore.units import div_ceil
 from kvsim.clock import PS_PER_US
-from kvsim.pool_config import ADMISSIONS, EVICTIONS
-from kvsim.scenario import ROUTINGS, load
+from kvsim.config.cluster import ROUTINGS
+from kvsim.config.pool import ADMISSIONS, EVICTIONS
+from kvsim.scenario import load
 from kvsim.workload.builder import TraceBuilder
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvsim.cli import one_line
+from kvsim.config.workload import TraceWorkload
 from kvsim.events import Kind
 from kvsim.options import FORMATS, TIME_UNITS
-from kvsim.scenario import TraceWorkload
 from kvsim.workload import fields, load
 from tests.kvsim.command import document, inside, kvsim, mooncake, refused
 

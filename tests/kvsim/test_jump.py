@@ -7,12 +7,12 @@ import pytest
 from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as st
 
+from kvsim.config.cluster import ROUTINGS
+from kvsim.config.pool import ADMISSIONS, EVICTIONS, LOADINGS
 from kvsim.events import Kind
 from kvsim.instance import Jump
 from kvsim.invariants import check
-from kvsim.pool_config import ADMISSIONS, EVICTIONS, LOADINGS
 from kvsim.run import simulation
-from kvsim.scenario import ROUTINGS
 from kvsim.scheduler import Scheduler
 from kvsim.workload.load import load_trace
 from tests.kvsim.small_runs import ASKS, ENGINES, POOLS, Ask, engine, events, scenario_of, trace_of

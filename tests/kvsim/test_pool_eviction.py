@@ -14,8 +14,8 @@ from kvcore.eviction.runs import Reach
 from kvcore.eviction.session_aware import MAX_TURN, SessionAware, SessionAwareRuns
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.types import GroupId
-from kvsim.policy_pool import PolicyPool
-from kvsim.store import MooncakePool, SoftPins
+from kvsim.pool.policy_pool import PolicyPool
+from kvsim.pool.store import MooncakePool, SoftPins
 from tests.kvsim.test_store import SEQUENCES, BlockPool, calls, contents, sequence
 from tests.kvsim.test_store_hints import SCRIPTS, SHAPES, HintedBlocks, agree
 

@@ -10,15 +10,15 @@ from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.loading import LoadAlways, LoadCheaper, LoadInTime
 from kvsim.cli import DEMO
 from kvsim.clock import PS_PER_NS
+from kvsim.config.pool import ADMISSIONS, EVICTIONS, LOADINGS
 from kvsim.cost.roofline import Roofline
 from kvsim.invariants import check
 from kvsim.metrics import measure
-from kvsim.pool_config import ADMISSIONS, EVICTIONS, LOADINGS
-from kvsim.pool_policy import make_costs, make_planner, make_policy
+from kvsim.pool.policy import make_costs, make_planner, make_policy
+from kvsim.pool.store import MooncakePool
 from kvsim.run import decisions_digest, simulation
 from kvsim.scenario import load
 from kvsim.sessions import Sessions
-from kvsim.store import MooncakePool
 from kvsim.toml import InvalidToml
 from kvsim.workload.source import trace_of
 

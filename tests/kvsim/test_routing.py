@@ -16,13 +16,14 @@ from kvcore.routing.pool_aware import PoolAware
 from kvcore.routing.round_robin import RoundRobin
 from kvcore.routing.router import Fact
 from kvsim import run
+from kvsim.config.cluster import ROUTINGS
 from kvsim.dispatcher import Dispatcher
 from kvsim.events import Kind
 from kvsim.invariants import check
 from kvsim.metrics import measure
 from kvsim.routers import ROUTERS, make_router
 from kvsim.run import simulation
-from kvsim.scenario import ROUTINGS, load
+from kvsim.scenario import load
 from kvsim.workload.source import trace_of as workload_of
 from tests.kvsim.small_runs import ASKS, ENGINES, POOLS, Ask, engine, events, scenario_of, trace_of
 
@@ -246,7 +247,8 @@ def test_a_jump_is_exact_under_every_policy(engines, pool, asks, interval_ms):
 DIGESTS = """
 from kvsim.run import simulation, decisions_digest
 from kvsim.run import simulation
-from kvsim.scenario import ROUTINGS, load
+from kvsim.config.cluster import ROUTINGS
+from kvsim.scenario import load
 from kvsim.workload.source import trace_of
 import json
 found = {}

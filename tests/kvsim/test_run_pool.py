@@ -5,10 +5,11 @@ import gc
 import pytest
 
 from kvsim.cli import DEMO
+from kvsim.config.workload import TraceWorkload
 from kvsim.invariants import check
 from kvsim.metrics import measure
 from kvsim.run import decisions_digest, simulation
-from kvsim.scenario import TraceWorkload, load
+from kvsim.scenario import load
 from kvsim.sequence import Sequence
 from kvsim.workload.source import trace_of
 from tests.support import shared_data

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvsim import scenario
+from kvsim.config.workload import AgenticWorkload, CodexWorkload, TraceWorkload
 from kvsim.results import scenario_toml
-from kvsim.scenario import AgenticWorkload, CodexWorkload, TraceWorkload
 from kvsim.toml import InvalidToml
 from kvsim.workload.codex import MAX_SESSIONS, PROVIDER_SHARED_LEN, Codex, generate
 from kvsim.workload.source import trace_of

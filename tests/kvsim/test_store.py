@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcore import runs as runs_of
 from kvcore.types import GroupId, StreamId
-from kvsim.store import MooncakePool
+from kvsim.pool.store import MooncakePool
 
 G = GroupId(0)
 SECOND = 1_000_000_000

@@ -9,7 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvconnector.config import read_config
 from kvconnector.pool_policy import make_costs, make_planner, make_policy
 
-import kvsim.pool_policy
+import kvsim.pool.policy
 import kvsim.run
 from kvcore.memory import Experience
 from kvsim.run import simulation
@@ -86,7 +86,7 @@ def run_configured(given_settings, engine, asks, connector_settings=None):
     half_type = type("Configured", (Half,), {"deciders": lambda self, machine: (planner, policy)})
     costs = make_costs(config.policies.rates, model, block_bytes) if config.policies.rates else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvsim.pool_policy, "make_costs", lambda scenario, link: costs)
+        patch.setattr(kvsim.pool.policy, "make_costs", lambda scenario, link: costs)
         run_mirrored(scenario, asks, half_type)
 
 

@@ -1,12 +1,12 @@
-"""What if the pool's master chose its victims by another policy: all else is as in `kvsim.store`."""
+"""What if the pool's master chose its victims by another policy: all else is as in `kvsim.pool.store`."""
 
 from collections.abc import Callable, Iterator, Sequence
 
 from kvcore import runs as runs_of
 from kvcore.eviction.runs import Candidate, Line, Lineage, Piece, Reach, RunPolicy
 from kvcore.types import GroupId, Run, Runs, Segments
-from kvsim.extents import Extent, Extents, Mark, Rank, merged, pieces, rank_of
-from kvsim.store import MooncakePool, SoftPins
+from kvsim.pool.extents import Extent, Extents, Mark, Rank, merged, pieces, rank_of
+from kvsim.pool.store import MooncakePool, SoftPins
 
 
 class PolicyPool(MooncakePool):

@@ -13,9 +13,9 @@ from kvcore.types import GroupId, Runs, Segments
 from kvsim.clock import PS_PER_NS, Action, Clock
 from kvsim.events import EventLog, Kind
 from kvsim.link import FairLink
+from kvsim.pool.store import MooncakePool
 from kvsim.scheduler import Scheduler
 from kvsim.sequence import Sequence
-from kvsim.store import MooncakePool
 
 StoreCall: TypeAlias = Callable[[GroupId, Segments, Runs, int], Runs]
 """(group, segments, runs, now_ns) -> runs: one call of the simulated store for one group."""

@@ -14,11 +14,12 @@ from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy, storing_blocks
 from kvcore.units import NS_PER_MS, NS_PER_S, div_ceil
 from kvsim.clock import PS_PER_NS, PS_PER_US
+from kvsim.config.links import LinkConfig
+from kvsim.config.pool import PoolConfig
 from kvsim.cost.roofline import Roofline
-from kvsim.policy_pool import PolicyPool
-from kvsim.pool_config import LinkConfig, PoolConfig
+from kvsim.pool.policy_pool import PolicyPool
+from kvsim.pool.store import MooncakePool, SoftPins
 from kvsim.scenario import Scenario
-from kvsim.store import MooncakePool, SoftPins
 
 
 def make_planner(scenario: Scenario, pool: PoolConfig) -> Planner:

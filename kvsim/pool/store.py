@@ -18,7 +18,7 @@ Where the master leaves the order to chance, this store decides: leases that exp
 were granted, and inside one grant from the tail of the sequence to its head, so that what stays is a usable prefix.
 Other differences: the master's eviction thread looks every 10 ms, here it acts between two calls; a put takes its
 space when it is complete, not when it starts (a writer calls `put` when its bytes have arrived). What other orders of
-eviction would do is in `kvsim.policy_pool`.
+eviction would do is in `kvsim.pool.policy_pool`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ from kvcore.eviction.runs import Lineage, Piece
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.types import GroupId, Run, Runs, Segments
 from kvcore.units import NS_PER_S
-from kvsim.extents import Extent, Extents, Mark, merged, pieces
+from kvsim.pool.extents import Extent, Extents, Mark, merged, pieces
 
 DEFAULT_SOFT_PIN_TTL_NS = 1_800 * NS_PER_S
 """`default_kv_soft_pin_ttl` of the master."""
