@@ -25,7 +25,7 @@ from kvsim.cost.roofline import Roofline
 from kvsim.dispatcher import Dispatcher, Fleet, PoolHit
 from kvsim.events import EventLog
 from kvsim.instance import Instance
-from kvsim.link import FairLink
+from kvsim.links.fair_link import FairLink
 from kvsim.pool.client import Path, PoolClient
 from kvsim.pool.policy import make_planner, make_policy, make_store
 from kvsim.pool.store import MooncakePool

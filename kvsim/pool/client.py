@@ -12,7 +12,7 @@ from kvcore.runs import num_blocks
 from kvcore.types import GroupId, Runs, Segments
 from kvsim.clock import PS_PER_NS, Action, Clock
 from kvsim.events import EventLog, Kind
-from kvsim.link import FairLink
+from kvsim.links.fair_link import FairLink
 from kvsim.pool.store import MooncakePool
 from kvsim.scheduler import Scheduler
 from kvsim.sequence import Sequence

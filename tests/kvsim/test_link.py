@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsim.clock import PS_PER_S, Clock
-from kvsim.link import FairLink
+from kvsim.links.fair_link import FairLink
 
 
 def completions(flows, bandwidth, latency_ps=0):

@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 import pytest
 
 from kvsim.clock import PS_PER_S, Clock
-from kvsim.link import FairLink
+from kvsim.links.fair_link import FairLink
 
 BANDWIDTH = 1_000_000  # bytes/s: a byte takes a microsecond
 MEAN_BYTES = 10_000

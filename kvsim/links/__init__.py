@@ -1,0 +1,1 @@
+"""How bytes move: links shared fairly, networks of them, the threads that start transfers."""
