@@ -289,7 +289,7 @@ def run_to_end(simulation: "Simulation", as_json: bool) -> None:
     """Run, with a progress bar where somebody is looking; times that no clock holds are a mistake of the caller's."""
     import gc
 
-    from kvsim.events import TooLong
+    from kvsim.rows import TooLong
 
     try:
         with progress(simulation) if sys.stderr.isatty() and not as_json else nullcontext():

@@ -4,8 +4,8 @@ import hashlib
 from array import array
 from enum import IntEnum
 
-from kvcore.errors import InvalidArgument
-from kvsim.clock import PS_PER_S
+from kvsim.rows import TooLong
+from kvsim.usage import Usage
 
 
 class Kind(IntEnum):
@@ -29,20 +29,17 @@ class Kind(IntEnum):
     """a: output_len, b: instance."""
 
 
-class TooLong(InvalidArgument):
-    """A simulation that goes on for longer than the log can write down."""
-
-    def __init__(self, time_ps: int) -> None:
-        super().__init__("simulated_s", time_ps // PS_PER_S, f"less than {2**63 // PS_PER_S}: 2**63 ps, 106 days")
-
-
 class EventLog:
-    """Events in the order they happened, as one flat array of (time_ps, kind, request, a, b)."""
+    """Events in the order they happened, as one flat array of (time_ps, kind, request, a, b).
+
+    `usage` is what the machines did meanwhile; it depends on how a simulation is computed, and is in no digest.
+    """
 
     WIDTH = 5
 
     def __init__(self) -> None:
         self.rows = array("q")
+        self.usage = Usage()
 
     def add(self, time_ps: int, kind: Kind, request: int, a: int = 0, b: int = 0) -> None:
         """Append one event; raises TooLong."""

@@ -169,6 +169,7 @@ class Instance:
         for sequence, before, num_new in self._step.scheduled:
             if before + num_new == sequence.input_len and not sequence.num_output:
                 self._log.add(self._clock.now_ps, Kind.FIRST_TOKEN, sequence.index)
+        self._record_step(num_steps)
         finished = self.scheduler.complete(self._step, num_steps, self._clock.now_ns)
         if self.client is not None:
             self.client.start_stores()
@@ -177,6 +178,13 @@ class Instance:
             self._on_finished(sequence)
         self._step = Step()
         self._schedule_now()
+
+    def _record_step(self, num_steps: int) -> None:
+        scheduler, parts = self.scheduler, self._step.scheduled
+        held_blocks = scheduler.blocks.num_blocks - scheduler.blocks.num_free
+        computed_tokens = num_steps * len(parts) if num_steps > 1 else sum([num_new for _, _, num_new in parts])
+        row = self._jump.start_ps, self._clock.now_ps, self.index, num_steps, len(parts), held_blocks, computed_tokens
+        self._log.usage.steps.add(*row)
 
     def _take_releases(self, last_step_ps: int) -> None:
         """Those of earlier steps before the last one ends, as if it had been a step of its own; the rest after it."""

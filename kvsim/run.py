@@ -34,6 +34,7 @@ from kvsim.scenario import Scenario
 from kvsim.scheduler import Limits, Scheduler
 from kvsim.sequence import Sequence
 from kvsim.sessions import Sessions
+from kvsim.usage import LinkInfo, MemoryInfo, Usage
 from kvsim.workload.trace import Trace
 
 _START = itemgetter(1)
@@ -124,6 +125,8 @@ def simulation(scenario: Scenario, trace: Trace, max_jump: int | None = None) ->
 
     make_machine, pool_hit = (_no_machine, None) if pool is None else (pool.machine, pool.hit_blocks)
     cluster = make_cluster(scenario, trace, clock, make_engine, make_machine, pool_hit)
+    if pool is not None and scenario.link is not None:
+        _record_pool(pool, scenario.pool_capacity_bytes, scenario.link, cluster.log.usage)
     return Simulation(scenario, clock, cluster, instances, pool)
 
 
@@ -218,6 +221,14 @@ def _shared_pool(scenario: Scenario, clock: Clock, trace: Trace) -> SharedPool |
     paths = tuple(_path(pool, link, scenario.block_bytes, clock) for _ in instances)
     sessions = _sessions(pool, trace, limits(scenario).capacity_tokens)
     return SharedPool(store, planner, policy, paths, tuple(Experience() for _ in instances), sessions)
+
+
+def _record_pool(pool: SharedPool, capacity_bytes: int, config: LinkConfig, usage: Usage) -> None:
+    """Let the pool and its links tell what they do."""
+    pool.store.record_fill = usage.record_memory(MemoryInfo("pool memory", capacity_bytes))
+    for index, path in enumerate(pool.paths):
+        for kind, link in (("pool get", path.get_link), ("pool put", path.put_link)):
+            link.record = usage.record_link(LinkInfo(kind, index, config.bandwidth_bytes_per_s))
 
 
 def _sessions(pool: PoolConfig, trace: Trace, capacity_tokens: int) -> Sessions:

@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 
 from kvcore.units import div_ceil
 from kvsim.clock import PS_PER_S, Action, Alarm, Clock
+from kvsim.usage import RecordTransfer
 
 PICOBYTES_PER_BYTE = PS_PER_S
 
@@ -32,7 +33,10 @@ class FairLink:
         self._clock = clock
         self._latency_ps = latency_ps
         self._bandwidth = bandwidth_bytes_per_s
-        self._active: list[tuple[int, int, int, Action]] = []  # heap of (complete at served, number, size_bytes, ...)
+        self.record: RecordTransfer | None = None
+        """Told of every transfer that completes."""
+        # heap of (complete at served, number, size_bytes, start_ps, ...)
+        self._active: list[tuple[int, int, int, int, Action]] = []
         self._served = 0
         self._carry = 0
         self._updated_ps = 0
@@ -56,16 +60,20 @@ class FairLink:
     def audit(self) -> None:
         """Bytes are conserved: the time the link was busy is the time its bytes need, rounded up per busy period."""
         self._advance()
-        attained = sum(size * PICOBYTES_PER_BYTE - (goal - self._served) for goal, _, size, _ in self._active)
+        attained = sum(size * PICOBYTES_PER_BYTE - (goal - self._served) for goal, _, size, *_ in self._active)
         unused = self.busy_ps * self._bandwidth - self.moved_bytes * PICOBYTES_PER_BYTE - attained
-        assert 0 <= unused <= self.num_busy_periods * self._bandwidth + self.num_active, (unused, self.num_busy_periods)
+        assert 0 <= unused <= self.num_busy_periods * self._bandwidth + self.num_active, (
+            unused,
+            self.num_busy_periods,
+        )
 
     def _begin(self, size_bytes: int, on_done: Action) -> None:
         self._advance()
         if not self._active:
             self.num_busy_periods += 1
             self._carry = 0
-        heappush(self._active, (self._served + size_bytes * PICOBYTES_PER_BYTE, self._num_started, size_bytes, on_done))
+        goal = self._served + size_bytes * PICOBYTES_PER_BYTE
+        heappush(self._active, (goal, self._num_started, size_bytes, self._clock.now_ps, on_done))
         self._num_started += 1
         self._set_alarm()
 
@@ -92,9 +100,11 @@ class FairLink:
         self._advance()
         done: list[Action] = []
         while self._active and self._active[0][0] <= self._served:
-            goal, _, size_bytes, on_done = heappop(self._active)
+            goal, _, size_bytes, start_ps, on_done = heappop(self._active)
             self._carry += self._served - goal
             self.moved_bytes += size_bytes
+            if self.record is not None:
+                self.record(start_ps, self._clock.now_ps, size_bytes)
             done.append(on_done)
             if self._active:
                 self._serve(0)

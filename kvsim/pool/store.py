@@ -21,7 +21,7 @@ space when it is complete, not when it starts (a writer calls `put` when its byt
 eviction would do is in `kvsim.pool.policy_pool`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -32,6 +32,7 @@ from kvcore.eviction.runs import Lineage, Piece
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.types import GroupId, Run, Runs, Segments
 from kvcore.units import NS_PER_S
+from kvsim.clock import PS_PER_NS
 from kvsim.pool.extents import Extent, Extents, Mark, merged, pieces
 
 DEFAULT_SOFT_PIN_TTL_NS = 1_800 * NS_PER_S
@@ -105,6 +106,8 @@ class MooncakePool:
         self.num_objects = 0
         self.used_bytes = 0
         self.counters = PoolCounters()
+        self.record_fill: Callable[[int, int], None] | None = None
+        """Told (time_ps, used_bytes) after every put."""
 
     def exists(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:
         """The blocks of `runs` that are here; each is leased until `now_ns` + the lease time."""
@@ -147,6 +150,8 @@ class MooncakePool:
         # This ends at or below the watermark, whatever is leased: at worst what was just put goes again, unless pinned.
         while self.used_bytes > self._watermark_bytes and self._evict():
             pass
+        if self.record_fill is not None:
+            self.record_fill(now_ns * PS_PER_NS, self.used_bytes)
         return rejected
 
     def remove(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:

@@ -74,6 +74,7 @@ class VllmEngine:
         self._will_schedule = False
         self._output: Any = None
         self._step: list[Scheduled] = []
+        self._began_ps = 0
 
     def submit(self, sequence: Sequence) -> None:
         """A request for this engine arrived: schedule at the end of this instant, or after the step that runs."""
@@ -102,6 +103,7 @@ class VllmEngine:
         for part in self._step:
             self._account(part)
         if self._step:
+            self._began_ps = self._clock.now_ps
             end_ps = self._clock.now_ps + self._duration_ps()
             self._clock.at_phase(end_ps, Phase.STEP_END, self.index, self._end_step)
         else:
@@ -137,7 +139,15 @@ class VllmEngine:
         contexts = [part.before for part in self._step if part.num_new == 1]
         return self._step_time.step_ps(chunks, len(contexts), sum(contexts))
 
+    def _record_step(self) -> None:
+        blocks = self._scheduler.kv_cache_manager.block_pool
+        held_blocks = blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks()  # one is the null block
+        computed_tokens = sum(part.num_new for part in self._step)
+        row = self._began_ps, self._clock.now_ps, self.index, 1, len(self._step), held_blocks, computed_tokens
+        self._log.usage.steps.add(*row)
+
     def _end_step(self) -> None:
+        self._record_step()
         sampled = [part.sequence for part in self._step if part.is_sampled]
         for sequence in sampled:
             if not sequence.num_output:

@@ -42,10 +42,23 @@ def compare(scenario, trace):
         assert of_kind(fast_events, kind) == of_kind(reference_events, kind)
     assert fast_events == reference_events
     assert fast.log.digest() == reference.log.digest()
+    assert work_of(fast.log) == work_of(reference.log)
     assert check(fast) == check(reference) == "ok"
     evicted = sum(instance.scheduler.blocks.num_evicted for instance in fast.instances)
     hits = sum(hit_len for _, _, _, hit_len, _ in of_kind(fast_events, Kind.ADMITTED))
     return Counter(Kind(event[1]).name for event in fast_events) + Counter(evicted=evicted, hits=hits)
+
+
+def work_of(log):
+    """Per instance: time it computed, steps, tokens. The fast engine takes several steps as one."""
+    work = Counter()
+    steps = log.usage.steps.columns()
+    columns = (steps[name].tolist() for name in ("instance", "start_ps", "end_ps", "num_steps", "computed_tokens"))
+    for instance, start_ps, end_ps, num_steps, num_tokens in zip(*columns, strict=True):
+        work.update(
+            {(instance, "ps"): end_ps - start_ps, (instance, "steps"): num_steps, (instance, "tokens"): num_tokens}
+        )
+    return work
 
 
 def of_kind(log, kind):

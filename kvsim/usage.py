@@ -1,0 +1,63 @@
+"""What instances, links and memories did over time: what a picture of a run needs beside its events.
+
+A row for each change, never for each token or block: a jump of many decode steps is one row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from kvsim.rows import Rows
+
+RecordTransfer: TypeAlias = Callable[[int, int, int], None]
+"""(start_ps, end_ps, size_bytes): a transfer is complete; it started when it began to share the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkInfo:
+    """One direction of one instance's link of a kind ("pool get", "pool put", ...)."""
+
+    kind: str
+    instance: int
+    bandwidth_bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """A memory that is shared or reported as one ("pool memory", ...)."""
+
+    kind: str
+    capacity_bytes: int
+
+
+class Usage:
+    """Three tables; `link` and `memory` in them count in `links` and `memories`."""
+
+    def __init__(self) -> None:
+        self.steps = Rows(
+            "start_ps", "end_ps", "instance", "num_steps", "num_running", "held_blocks", "computed_tokens"
+        )
+        """Of each instance, when it computed: steps taken as one, requests in the batch, blocks that requests held at
+        the end, tokens computed in all."""
+        self.transfers = Rows("start_ps", "end_ps", "link", "size_bytes")
+        self.fills = Rows("time_ps", "memory", "used_bytes")
+        """How full a memory is from then on."""
+        self.links: list[LinkInfo] = []
+        self.memories: list[MemoryInfo] = []
+
+    def record_link(self, info: LinkInfo) -> RecordTransfer:
+        """A new link; what is returned is told of each of its transfers."""
+        self.links.append(info)
+        return partial(self._add_transfer, len(self.links) - 1)
+
+    def record_memory(self, info: MemoryInfo) -> Callable[[int, int], None]:
+        """A new memory; what is returned is told (time_ps, used_bytes) when the second changes."""
+        self.memories.append(info)
+        return partial(self._add_fill, len(self.memories) - 1)
+
+    def _add_transfer(self, link: int, start_ps: int, end_ps: int, size_bytes: int) -> None:
+        self.transfers.add(start_ps, end_ps, link, size_bytes)
+
+    def _add_fill(self, memory: int, time_ps: int, used_bytes: int) -> None:
+        self.fills.add(time_ps, memory, used_bytes)
