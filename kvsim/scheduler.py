@@ -11,8 +11,9 @@ from functools import partial
 from typing import Protocol
 
 from kvcore.errors import require
+from kvcore.group_runs import GroupRuns
 from kvcore.plans import Load, Lookup, Offer, Store
-from kvcore.pool import BlockPool, Match, hit_limit
+from kvcore.pool import BlockPool, Holding, Match, hit_limit
 from kvcore.units import div_ceil
 from kvsim.sequence import Sequence, Status
 from kvsim.step import Step
@@ -107,6 +108,16 @@ class Scheduler:
         if finished:
             self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
         return finished
+
+    def pin(self, sequence: Sequence, blocks: GroupRuns) -> list[Holding]:
+        """Hold these blocks of the sequence, which may lose its own meanwhile, until `unpin`; they are full."""
+        assert sequence.holding is not None
+        return [self.blocks.pin(sequence.holding, run) for runs in blocks for run in runs]
+
+    def unpin(self, pinned: list[Holding]) -> None:
+        """Nobody reads them any more."""
+        for holding in pinned:
+            self.blocks.free(holding)
 
     # -- one step ----------------------------------------------------------------------------------------------
 

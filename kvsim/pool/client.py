@@ -55,7 +55,6 @@ class PoolClient:
         self._clock = clock
         self._store = store
         self._path = path
-        self._blocks = engine.scheduler.blocks
         self._engine = engine
         self._log = log
         self._planned_stores: list[tuple[Sequence, Store, list[Holding]]] = []
@@ -88,9 +87,7 @@ class PoolClient:
 
     def store(self, sequence: Sequence, plan: Store) -> None:
         """Pin the blocks now; the bytes leave when the step that fills them has run (`start_stores`)."""
-        assert sequence.holding is not None
-        (runs,) = plan.blocks
-        pinned = [self._blocks.pin(sequence.holding, run) for run in runs]
+        pinned = self._engine.scheduler.pin(sequence, plan.blocks)
         self._planned_stores.append((sequence, plan, pinned))
 
     def start_stores(self) -> None:
@@ -136,8 +133,7 @@ class PoolClient:
     def _stored(
         self, sequence: Sequence, plan: Store, pinned: list[Holding], rejected: GroupRuns, ended_ns: int
     ) -> None:
-        for holding in pinned:
-            self._blocks.free(holding)
+        self._engine.scheduler.unpin(pinned)
         assert sequence.kv is not None
         sequence.kv.store_finished(plan.ticket, rejected, ended_ns)
 
