@@ -1,9 +1,8 @@
 """One engine in virtual time: step after step, many decode steps as one jump."""
 
+from bisect import bisect_left
 from collections.abc import Callable
-from math import isqrt
 
-from kvcore.units import div_ceil
 from kvsim.clock import Action, Alarm, Clock, Phase
 from kvsim.cost.step_time import StepTimeModel
 from kvsim.events import EventLog, Kind
@@ -29,15 +28,8 @@ class Jump:
         return self.start_ps + num_steps * self._base_ps + self._slope_ps * (num_steps * (num_steps - 1) // 2)
 
     def steps_until(self, time_ps: int) -> int:
-        """Smallest number of steps, at least 1, that end at `time_ps` or later: the root of a quadratic."""
-        elapsed_ps = time_ps - self.start_ps
-        if self._slope_ps == 0:
-            return max(1, div_ceil(elapsed_ps, self._base_ps))
-        b = 2 * self._base_ps - self._slope_ps
-        steps = max(1, (isqrt(b * b + 8 * self._slope_ps * max(0, elapsed_ps)) - b) // (2 * self._slope_ps))
-        while self.end_of_step(steps) < time_ps:
-            steps += 1
-        return steps
+        """Smallest number of steps, at least 1, that end at `time_ps` or later; all of them when none does."""
+        return bisect_left(range(1, self.num_steps), time_ps, key=self.end_of_step) + 1
 
 
 class Instance:
@@ -147,8 +139,10 @@ class Instance:
             return Jump(now_ps, 1, self._duration_ps(step), 0, 0, 0)
         batch = len(step.scheduled)
         context = sum(before for _, before, _ in step.scheduled)
-        base_ps, slope_ps = self._step_time.decode_affine_ps(batch)
+        base_ps, slope_ps, max_context = self._step_time.decode_affine_ps(batch, context)
         num_steps = self.scheduler.jump_limit(step)
+        if max_context is not None:
+            num_steps = min(num_steps, (max_context - context) // batch + 1)
         if self._max_jump is not None:
             num_steps = min(num_steps, self._max_jump)
         return Jump(now_ps, num_steps, base_ps, slope_ps, context, batch)

@@ -10,7 +10,6 @@ from kvcore.routing.router import Router
 from kvcore.routing.session_affinity import SessionAffinity
 from kvcore.units import NS_PER_S, div_ceil
 from kvsim.clock import PS_PER_NS
-from kvsim.cost.roofline import Roofline
 from kvsim.scenario import Scenario
 
 
@@ -34,7 +33,7 @@ def _pool_aware(scenario: Scenario) -> Router:
 def _prefill_ns_per_token(scenario: Scenario) -> int:
     """A full step of one prompt's first tokens, per token: what the simulated engine takes, without any context."""
     num_tokens = min(scenario.engine.max_num_batched_tokens, scenario.engine.block_size * scenario.num_gpu_blocks)
-    step_ps = Roofline(scenario.llm, scenario.gpu).step_ps([(0, num_tokens)], 0, 0)
+    step_ps = scenario.step_time.step_ps([(0, num_tokens)], 0, 0)
     return div_ceil(step_ps, num_tokens * PS_PER_NS)
 
 

@@ -21,7 +21,6 @@ from kvsim.clock import PS_PER_US, Clock
 from kvsim.cluster import Cluster, MakeEngine, MakeMachine, OnFinished
 from kvsim.config.links import LinkConfig
 from kvsim.config.pool import PoolConfig
-from kvsim.cost.roofline import Roofline
 from kvsim.dispatcher import Dispatcher, Fleet, PoolHit
 from kvsim.events import EventLog
 from kvsim.instance import Instance
@@ -112,7 +111,7 @@ def simulation(scenario: Scenario, trace: Trace, max_jump: int | None = None) ->
     """The scenario's cluster of fast engines, about to serve the trace; `max_jump` as in `kvsim.instance.Instance`."""
     clock = Clock()
     pool = _shared_pool(scenario, clock, trace)
-    step_time = Roofline(scenario.llm, scenario.gpu)
+    step_time = scenario.step_time
     instances: list[Instance] = []
 
     def make_engine(index: int, log: EventLog, on_finished: OnFinished) -> Instance:

@@ -21,6 +21,8 @@ from kvsim.config.cluster import ClusterConfig, DeviceChoice, EngineConfig, Mode
 from kvsim.config.links import LinkConfig
 from kvsim.config.pool import PoolConfig
 from kvsim.config.workload import TraceWorkload, Workload
+from kvsim.cost.backends import make_step_time
+from kvsim.cost.step_time import StepTimeModel
 from kvsim.toml import Count, InvalidToml, Table
 
 
@@ -49,6 +51,7 @@ class Scenario(Table):
     def _consistent(self) -> "Scenario":
         if (self.pool is None) != (self.link is None):
             raise ValueError("both [pool] and [link], or neither")
+        _ = self.step_time
         if self.num_gpu_blocks < 2:
             raise ValueError("weights and engine.reserved_bytes below device memory x engine.gpu_memory_utilization")
         if self.pool is not None:
@@ -76,6 +79,11 @@ class Scenario(Table):
         return catalog.device(self.device.name)
 
     @cached_property
+    def step_time(self) -> StepTimeModel:
+        """How long a step of one instance takes."""
+        return make_step_time(self.engine.step_time, self.llm, self.gpu, self.engine)
+
+    @cached_property
     def kv_model(self) -> ModelSpec:
         """The KV cache groups of the model."""
         return ModelSpec((FullAttention(self.engine.block_size),))
@@ -96,7 +104,7 @@ class Scenario(Table):
     @property
     def num_gpus(self) -> int:
         """GPUs of the cluster."""
-        return self.cluster.instances * self.cluster.gpus_per_instance
+        return self.cluster.instances * self.engine.num_gpus
 
     @property
     def pool_capacity_bytes(self) -> int:

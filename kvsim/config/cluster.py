@@ -1,6 +1,6 @@
 """The instances of a scenario: the tables `[model]`, `[device]`, `[cluster]`, `[routing]` and `[engine]`."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
@@ -38,7 +38,6 @@ class ClusterConfig(Table):
     """Identical instances behind one router."""
 
     instances: Annotated[PositiveCount, Field(le=65_536)]
-    gpus_per_instance: Literal[1] = 1
     routing: str = "round_robin"
 
     @field_validator("routing")
@@ -66,6 +65,13 @@ class RoutingConfig(Table):
 class EngineConfig(Table):
     """One engine; names and defaults of vLLM's EngineArgs where it has them."""
 
+    tensor_parallel_size: PositiveCount = 1
+    data_parallel_size: PositiveCount = 1
+    """Ranks that share the work of a step; the instance is one engine to the scheduler, with the memory of them all."""
+    enable_expert_parallel: bool = False
+    """Experts lie on all tensor x data parallel GPUs, each whole; otherwise each is cut over them."""
+    step_time: str = "roofline"
+    """What says how long a step takes: `roofline`, `table:NAME` or `aiconfigurator`; see docs/STEP_TIMES.md."""
     block_size: PositiveCount = 16
     max_num_seqs: PositiveCount = 1024
     max_num_batched_tokens: PositiveCount = 8192
@@ -77,3 +83,8 @@ class EngineConfig(Table):
     """Overrides the number derived from memory. One of them holds nothing, vLLM's null block."""
     watermark: Ratio = 0.0
     """Share of the blocks kept free when a waiting request is admitted; vLLM's KVCacheManager(watermark=0.0)."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of one instance."""
+        return self.tensor_parallel_size * self.data_parallel_size

@@ -19,7 +19,7 @@ from kvcore.errors import require
 from kvcore.units import div_ceil
 from kvsim.catalog import Device, LlmModel
 from kvsim.clock import PS_PER_NS, PS_PER_S
-from kvsim.cost.step_time import PrefillChunk
+from kvsim.cost.step_time import DecodeLine, PrefillChunk
 
 FLOPS_PER_MAC = 2
 PERCENT = 100
@@ -84,13 +84,13 @@ class Roofline:
         attention += self._decode_slope_ps * (decode_context + num_decodes)
         return self._dense_ps(num_prefill_tokens, len(chunks), num_decodes) + attention + self._overhead_ps
 
-    def decode_affine_ps(self, num_decodes: int) -> tuple[int, int]:
+    def decode_affine_ps(self, num_decodes: int, decode_context: int) -> DecodeLine:
         """See `StepTimeModel.decode_affine_ps`."""
         base_ps = self._decode_base_ps.get(num_decodes)
         if base_ps is None:
             base_ps = self._dense_ps(0, 0, num_decodes) + self._decode_slope_ps * num_decodes + self._overhead_ps
             self._decode_base_ps[num_decodes] = base_ps
-        return base_ps, self._decode_slope_ps
+        return DecodeLine(base_ps, self._decode_slope_ps, None)
 
     def _dense_ps(self, num_prefill_tokens: int, num_chunks: int, num_decodes: int) -> int:
         """Linear layers over all tokens, lm_head over a row per request; weights are read once for both phases."""

@@ -16,7 +16,6 @@ from kvcore.units import NS_PER_MS, NS_PER_S, div_ceil
 from kvsim.clock import PS_PER_NS, PS_PER_US
 from kvsim.config.links import LinkConfig
 from kvsim.config.pool import PoolConfig
-from kvsim.cost.roofline import Roofline
 from kvsim.pool.policy_pool import PolicyPool
 from kvsim.pool.store import MooncakePool, SoftPins
 from kvsim.scenario import Scenario
@@ -57,7 +56,7 @@ def make_store(scenario: Scenario, pool: PoolConfig) -> MooncakePool:
 def make_costs(scenario: Scenario, link: LinkConfig) -> Costs:
     """Of one engine: a block over a link that nobody else uses, a prefill in a step of its own for each chunk."""
     block_ns = div_ceil(scenario.block_bytes * NS_PER_S, link.bandwidth_bytes_per_s)
-    step_time = Roofline(scenario.llm, scenario.gpu)
+    step_time = scenario.step_time
     budget = scenario.engine.max_num_batched_tokens
 
     @lru_cache(_REMEMBERED)

@@ -10,7 +10,6 @@ from typing import Any
 from kvcore.errors import require
 from kvsim.clock import PS_PER_S, Clock, Phase
 from kvsim.cluster import OnFinished
-from kvsim.cost.roofline import Roofline
 from kvsim.cost.step_time import StepTimeModel
 from kvsim.events import EventLog, Kind
 from kvsim.reference.vllm_scheduler import make_request, make_scheduler, model_runner_output, request_id
@@ -28,7 +27,7 @@ def reference_simulation(scenario: Scenario, trace: Trace) -> Simulation:
     fix = "one without [pool] and [link] for now, such as nopool-16: --set cannot remove a section"
     require(scenario.pool is None, "scenario", scenario.scenario.name, fix)
     clock = Clock()
-    step_time = Roofline(scenario.llm, scenario.gpu)
+    step_time = scenario.step_time
 
     def make_engine(index: int, log: EventLog, on_finished: OnFinished) -> VllmEngine:
         return VllmEngine(index, clock, make_scheduler(scenario), step_time, log, on_finished)

@@ -20,7 +20,7 @@ context_of = st.integers(0, 10**8)
 
 
 def is_affine_in_context(step_time, num_decodes, context):
-    base_ps, slope_ps = step_time.decode_affine_ps(num_decodes)
+    base_ps, slope_ps, _ = step_time.decode_affine_ps(num_decodes, context)
     return step_time.step_ps((), num_decodes, context) == base_ps + slope_ps * context
 
 
@@ -42,7 +42,7 @@ def test_affinity_check_rejects_rounded_totals():
 
 @given(num_decodes_of, context_of, st.integers(1, 500))
 def test_many_decode_steps_sum_to_the_closed_form(num_decodes, context, num_steps):
-    base_ps, slope_ps = ROOFLINE.decode_affine_ps(num_decodes)
+    base_ps, slope_ps, _ = ROOFLINE.decode_affine_ps(num_decodes, context)
     one_by_one = sum(ROOFLINE.step_ps((), num_decodes, context + num_decodes * i) for i in range(num_steps))
     jump = num_steps * (base_ps + slope_ps * context) + slope_ps * num_decodes * num_steps * (num_steps - 1) // 2
     assert one_by_one == jump
