@@ -7,12 +7,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.group_runs import count_blocks, minus, plus
+from kvcore.group_runs import GroupRuns, count_blocks, minus, plus
 from kvcore.request import KVRequest
 from kvcore.runs import normalize, subtract
 from kvcore.types import Run, Runs, StreamId
 from kvsim.events import Kind
+from kvsim.links.parcel import Tier
 from kvsim.metrics import Events
+from kvsim.pool.client import PoolClient
 from kvsim.run import Simulation
 from kvsim.sequence import Sequence, Status
 
@@ -100,11 +102,25 @@ def bytes_conserved(simulation: Simulation, events: Events) -> None:
     for link in pool.links():
         link.audit()
         assert link.num_active == 0, f"{link.num_active} transfers have not ended"
-    block_bytes = simulation.scenario.block_bytes
-    got_bytes = sum(path.get_link.moved_bytes for path in pool.paths)
+        assert link.moved_bytes == link.entered_bytes, f"{link.entered_bytes} bytes entered, {link.moved_bytes} left"
+    block_bytes, clients = simulation.scenario.block_bytes, _clients(simulation)
+    for client, means in zip(clients, pool.means, strict=True):
+        for counted, moved in (
+            (client.fetched_bytes, means.path.fetched_bytes),
+            (client.sent_bytes, means.path.sent_bytes),
+        ):
+            assert sum(counted.values()) == moved, f"{moved} bytes moved, {counted} reported"
+        means.load_threads.audit()
+        means.store_threads.audit()
+        if means.host is not None:
+            means.host.audit()
+            got_bytes = client.fetched_bytes[Tier.HOST]
+            assert got_bytes == means.host.counters.got * block_bytes, f"{got_bytes} bytes got, {means.host.counters}"
+    got_bytes = sum(sum(client.fetched_bytes.values()) - client.fetched_bytes[Tier.HOST] for client in clients)
     assert got_bytes == pool.store.counters.got * block_bytes, f"{got_bytes} bytes got, {pool.store.counters}"
     stored = events.of(Kind.STORED)
-    put_bytes, num_blocks = sum(path.put_link.moved_bytes for path in pool.paths), int(stored.a.sum() + stored.b.sum())
+    put_bytes = sum(sum(client.sent_bytes.values()) - client.sent_bytes[Tier.HOST] for client in clients)
+    num_blocks = int(stored.a.sum() + stored.b.sum())
     assert put_bytes == num_blocks * block_bytes, f"{put_bytes} bytes put, {num_blocks} blocks reported"
 
 
@@ -129,16 +145,21 @@ def loads_were_proven(simulation: Simulation, _events: Events) -> None:
         unproven, unasked = minus(decisions.loaded, decisions.found), minus(decisions.found, decisions.looked_up)
         assert not any(unproven), f"request {index} loaded {unproven} unproven"
         assert not any(unasked), f"request {index} found {unasked} unasked"
-    assert num_loaded <= pool.store.counters.got, (num_loaded, pool.store.counters)
+    num_got = pool.store.counters.got + sum(means.host.counters.got for means in pool.means if means.host is not None)
+    assert num_loaded <= num_got, (num_loaded, pool.store.counters)
 
 
 def lookups_add_up(simulation: Simulation, _events: Events) -> None:
-    """No key is asked twice in one dialogue; what the dialogues asked and found is what the pool has counted."""
+    """No key is asked twice in one dialogue; what the dialogues asked and found is what the tiers have counted."""
     pool = simulation.pool
     if pool is None:
         return
-    clients = [instance.client for instance in simulation.instances if instance.client is not None]
-    asked, found = sum(client.num_asked for client in clients), sum(client.num_found for client in clients)
+    clients = _clients(simulation)
+    near = sum(client.num_near for client in clients)
+    asked, found = (
+        sum(client.num_asked for client in clients) - near,
+        sum(client.num_found for client in clients) - near,
+    )
     assert (asked, found) == (pool.store.counters.asked, pool.store.counters.found), (asked, found, pool.store.counters)
 
 
@@ -149,7 +170,9 @@ def loads_were_stored(simulation: Simulation, _events: Events) -> None:
     counters = simulation.pool.store.counters
     assert counters.put or not (counters.found or counters.got), counters
     loaded = _contents(simulation, lambda machine: machine.decisions.loaded)
-    stored = _contents(simulation, lambda machine: machine.decisions.stored)
+    # A private cache has what the pool refused.
+    is_shared = all(means.host is None for means in simulation.pool.means)
+    stored = _contents(simulation, _stored if is_shared else _stored_or_refused)
     for lineage, runs in loaded.items():
         unknown = subtract(runs, stored.get(lineage, ()))
         assert not unknown, f"(group, stream) {lineage}: blocks {unknown} were never stored"
@@ -230,6 +253,19 @@ INVARIANTS: dict[int, Callable[[Simulation, Events], None]] = {
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _clients(simulation: Simulation) -> list[PoolClient]:
+    """By instance, where there is a pool."""
+    return [instance.client for instance in simulation.instances if instance.client is not None]
+
+
+def _stored(machine: KVRequest) -> GroupRuns:
+    return machine.decisions.stored
+
+
+def _stored_or_refused(machine: KVRequest) -> GroupRuns:
+    return plus(machine.decisions.stored, machine.decisions.rejected)
 
 
 def _sequences(simulation: Simulation) -> Iterator[Sequence]:

@@ -10,6 +10,7 @@ from kvcore.routing.router import Router
 from kvcore.routing.session_affinity import SessionAffinity
 from kvcore.units import NS_PER_S, div_ceil
 from kvsim.clock import PS_PER_NS
+from kvsim.links.wiring import alone_bytes_per_s
 from kvsim.scenario import Scenario
 
 
@@ -38,10 +39,10 @@ def _prefill_ns_per_token(scenario: Scenario) -> int:
 
 
 def _transfer_ns_per_token(scenario: Scenario) -> int:
-    """A token's KV over the link from the pool, which nobody else uses; 0 without a pool, where nothing comes from."""
-    if scenario.link is None:
+    """A token's KV on the way from the pool, where nobody else is; 0 without a pool, where nothing comes from."""
+    if scenario.pool is None:
         return 0
-    return div_ceil(scenario.llm.kv_bytes_per_token * NS_PER_S, scenario.link.bandwidth_bytes_per_s)
+    return div_ceil(scenario.llm.kv_bytes_per_token * NS_PER_S, alone_bytes_per_s(scenario))
 
 
 ROUTERS: Mapping[str, Callable[[Scenario], Router]] = {

@@ -17,15 +17,16 @@ from kvcore.plans import PoolPolicy
 from kvcore.request import KVRequest
 from kvcore.types import GroupId, Run, Segments, StreamId
 from kvcore.units import NS_PER_MS, NS_PER_S
-from kvsim.clock import PS_PER_US, Clock
+from kvsim.clock import Clock
 from kvsim.cluster import Cluster, MakeEngine, MakeMachine, OnFinished
-from kvsim.config.links import LinkConfig
 from kvsim.config.pool import PoolConfig
 from kvsim.dispatcher import Dispatcher, Fleet, PoolHit
 from kvsim.events import EventLog
 from kvsim.instance import Instance
-from kvsim.links.fair_link import FairLink
-from kvsim.pool.client import Path, PoolClient
+from kvsim.links.paths import Path, SharedLink
+from kvsim.links.wiring import make_paths, make_threads, packing
+from kvsim.pool.client import Means, PoolClient
+from kvsim.pool.host_cache import HostCache
 from kvsim.pool.policy import make_planner, make_policy, make_store
 from kvsim.pool.store import MooncakePool
 from kvsim.routers import make_router
@@ -74,12 +75,12 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """The pool and the decisions about it; `paths` and `experiences` have one entry per instance."""
+    """The pool and the decisions about it; `means` and `experiences` have one entry per instance."""
 
     store: MooncakePool
     planner: Planner
     policy: PoolPolicy
-    paths: tuple[Path, ...]
+    means: tuple[Means, ...]
     experiences: tuple[Experience, ...]
     sessions: Sessions
 
@@ -100,11 +101,14 @@ class SharedPool:
         held = self.store.holds(GroupId(0), segments, ((0, limit_blocks),)) if limit_blocks else ()
         return held[0][1] if held and held[0][0] == 0 else 0
 
-    def links(self) -> Iterator[FairLink]:
-        """Every link to the pool."""
-        for path in self.paths:
-            yield path.get_link
-            yield path.put_link
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """By instance."""
+        return tuple(means.path for means in self.means)
+
+    def links(self) -> Iterator[SharedLink]:
+        """Every link and drive that bytes of the pool cross."""
+        return (link for path in self.paths for _, link in path.links())
 
 
 def simulation(scenario: Scenario, trace: Trace, max_jump: int | None = None) -> Simulation:
@@ -118,14 +122,14 @@ def simulation(scenario: Scenario, trace: Trace, max_jump: int | None = None) ->
         finished = on_finished if pool is None else partial(_finished, pool, on_finished)
         instance = Instance(index, clock, Scheduler(limits(scenario)), step_time, log, finished, max_jump)
         if pool is not None:
-            instance.attach(PoolClient(clock, pool.store, pool.paths[index], instance, log))
+            instance.attach(PoolClient(clock, pool.store, pool.means[index], instance, log))
         instances.append(instance)
         return instance
 
     make_machine, pool_hit = (_no_machine, None) if pool is None else (pool.machine, pool.hit_blocks)
     cluster = make_cluster(scenario, trace, clock, make_engine, make_machine, pool_hit)
-    if pool is not None and scenario.link is not None:
-        _record_pool(pool, scenario.pool_capacity_bytes, scenario.link, cluster.log.usage)
+    if pool is not None:
+        _record_pool(pool, scenario.pool_capacity_bytes, cluster.log.usage)
     return Simulation(scenario, clock, cluster, instances, pool)
 
 
@@ -211,23 +215,23 @@ def _names(segments: Segments, _index: int, run: Run) -> tuple[StreamId, ...]:
 
 
 def _shared_pool(scenario: Scenario, clock: Clock, trace: Trace) -> SharedPool | None:
-    pool, link = scenario.pool, scenario.link
-    if pool is None or link is None:
+    pool = scenario.pool
+    if pool is None:
         return None
     store = make_store(scenario, pool)
-    planner, policy = make_planner(scenario, pool), make_policy(scenario, pool, link)
+    planner, policy = make_planner(scenario, pool), make_policy(scenario, pool)
     instances = range(scenario.cluster.instances)
-    paths = tuple(_path(pool, link, scenario.block_bytes, clock) for _ in instances)
+    means = tuple(_means(scenario, pool, clock, path) for path in make_paths(scenario, clock))
     sessions = _sessions(pool, trace, limits(scenario).capacity_tokens)
-    return SharedPool(store, planner, policy, paths, tuple(Experience() for _ in instances), sessions)
+    return SharedPool(store, planner, policy, means, tuple(Experience() for _ in instances), sessions)
 
 
-def _record_pool(pool: SharedPool, capacity_bytes: int, config: LinkConfig, usage: Usage) -> None:
-    """Let the pool and its links tell what they do."""
+def _record_pool(pool: SharedPool, capacity_bytes: int, usage: Usage) -> None:
+    """Let the pool and what its bytes cross tell what they do."""
     pool.store.record_fill = usage.record_memory(MemoryInfo("pool memory", capacity_bytes))
     for index, path in enumerate(pool.paths):
-        for kind, link in (("pool get", path.get_link), ("pool put", path.put_link)):
-            link.record = usage.record_link(LinkInfo(kind, index, config.bandwidth_bytes_per_s))
+        for kind, link in path.links():
+            link.record = usage.record_link(LinkInfo(kind, index, link.bandwidth_bytes_per_s))
 
 
 def _sessions(pool: PoolConfig, trace: Trace, capacity_tokens: int) -> Sessions:
@@ -236,8 +240,7 @@ def _sessions(pool: PoolConfig, trace: Trace, capacity_tokens: int) -> Sessions:
     return Sessions(trace, capacity_tokens, pin, ttl_ns, pool.session_priority)
 
 
-def _path(pool: PoolConfig, link: LinkConfig, block_bytes: int, clock: Clock) -> Path:
-    def make_link() -> FairLink:
-        return FairLink(clock, link.latency_us * PS_PER_US, link.bandwidth_bytes_per_s)
-
-    return Path(pool.lookup_ps, make_link(), make_link(), (block_bytes,))
+def _means(scenario: Scenario, pool: PoolConfig, clock: Clock, path: Path) -> Means:
+    packed, host_bytes = packing(scenario), scenario.host.cpu_bytes_to_use
+    host = HostCache(host_bytes, packed.block_bytes) if host_bytes else None
+    return Means(pool.lookup_ps, packed, path, *make_threads(scenario, clock), host, scenario.host.keeps_loaded)

@@ -18,7 +18,7 @@ from kvcore.spec import FullAttention, ModelSpec
 from kvsim import catalog, toml
 from kvsim.catalog import Device, LlmModel
 from kvsim.config.cluster import ClusterConfig, DeviceChoice, EngineConfig, ModelChoice, RoutingConfig
-from kvsim.config.links import LinkConfig
+from kvsim.config.links import DriveConfig, HostConfig, LinkConfig, NetworkConfig
 from kvsim.config.pool import PoolConfig
 from kvsim.config.workload import TraceWorkload, Workload
 from kvsim.cost.backends import make_step_time
@@ -35,7 +35,7 @@ class About(Table):
 
 
 class Scenario(Table):
-    """Everything a run depends on. Sections are TOML tables; [pool] and [link] come together or not at all."""
+    """Everything a run depends on. Sections are TOML tables; [pool] comes with [link] or [network]."""
 
     scenario: About
     model: ModelChoice
@@ -45,12 +45,18 @@ class Scenario(Table):
     engine: EngineConfig = EngineConfig()
     pool: PoolConfig | None = None
     link: LinkConfig | None = None
+    network: NetworkConfig | None = None
+    host: HostConfig = HostConfig()
+    nvme: DriveConfig | None = None
     workload: Workload
 
     @model_validator(mode="after")
     def _consistent(self) -> "Scenario":
-        if (self.pool is None) != (self.link is None):
-            raise ValueError("both [pool] and [link], or neither")
+        ways = (self.link is not None) + (self.network is not None)
+        if self.pool is None and (ways or self.nvme is not None or self.host.cpu_bytes_to_use):
+            raise ValueError("[pool] beside [link], [network], [nvme] and host.cpu_bytes_to_use, or none of them")
+        if self.pool is not None and ways != 1:
+            raise ValueError("[link] or [network] beside [pool], and not both")
         _ = self.step_time
         if self.num_gpu_blocks < 2:
             raise ValueError("weights and engine.reserved_bytes below device memory x engine.gpu_memory_utilization")

@@ -32,7 +32,7 @@ class MemoryInfo:
 
 
 class Usage:
-    """Three tables; `link` and `memory` in them count in `links` and `memories`."""
+    """Tables; `link` and `memory` in them count in `links` and `memories`."""
 
     def __init__(self) -> None:
         self.steps = Rows(
@@ -41,6 +41,8 @@ class Usage:
         """Of each instance, when it computed: steps taken as one, requests in the batch, blocks that requests held at
         the end, tokens computed in all."""
         self.transfers = Rows("start_ps", "end_ps", "link", "size_bytes")
+        self.loads = Rows("time_ps", "request", "tier", "size_bytes")
+        """What a load brought from a tier, which counts in `kvsim.links.parcel.TIERS`; a row for each, at its end."""
         self.fills = Rows("time_ps", "memory", "used_bytes")
         """How full a memory is from then on."""
         self.links: list[LinkInfo] = []

@@ -24,15 +24,15 @@ PICOBYTES_PER_BYTE = PS_PER_S
 class FairLink:
     """One direction of a path: each transfer waits `latency_ps`, then shares `bandwidth_bytes_per_s` (> 0).
 
-    Counters: `moved_bytes` and `num_completed` (complete transfers), `busy_ps` (time with an active transfer),
-    `num_busy_periods`.
+    Counters: `entered_bytes` (of all transfers), `moved_bytes` and `num_completed` (of complete ones), `busy_ps` (time
+    with an active transfer), `num_busy_periods`.
     """
 
     def __init__(self, clock: Clock, latency_ps: int, bandwidth_bytes_per_s: int) -> None:
         assert latency_ps >= 0 and bandwidth_bytes_per_s > 0, (latency_ps, bandwidth_bytes_per_s)
         self._clock = clock
         self._latency_ps = latency_ps
-        self._bandwidth = bandwidth_bytes_per_s
+        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
         self.record: RecordTransfer | None = None
         """Told of every transfer that completes."""
         # heap of (complete at served, number, size_bytes, start_ps, ...)
@@ -44,6 +44,7 @@ class FairLink:
         self._num_started = 0
         self.num_completed = 0
         self.num_busy_periods = 0
+        self.entered_bytes = 0
         self.moved_bytes = 0
         self.busy_ps = 0
 
@@ -55,14 +56,15 @@ class FairLink:
     def transfer(self, size_bytes: int, on_done: Action) -> None:
         """Move `size_bytes` (>= 0), then run `on_done`; transfers complete at one instant in the order they began."""
         assert size_bytes >= 0, size_bytes
+        self.entered_bytes += size_bytes
         self._clock.after(self._latency_ps, lambda: self._begin(size_bytes, on_done))
 
     def audit(self) -> None:
         """Bytes are conserved: the time the link was busy is the time its bytes need, rounded up per busy period."""
         self._advance()
         attained = sum(size * PICOBYTES_PER_BYTE - (goal - self._served) for goal, _, size, *_ in self._active)
-        unused = self.busy_ps * self._bandwidth - self.moved_bytes * PICOBYTES_PER_BYTE - attained
-        assert 0 <= unused <= self.num_busy_periods * self._bandwidth + self.num_active, (
+        unused = self.busy_ps * self.bandwidth_bytes_per_s - self.moved_bytes * PICOBYTES_PER_BYTE - attained
+        assert 0 <= unused <= self.num_busy_periods * self.bandwidth_bytes_per_s + self.num_active, (
             unused,
             self.num_busy_periods,
         )
@@ -83,7 +85,7 @@ class FairLink:
         self._updated_ps = self._clock.now_ps
         if self._active:
             self.busy_ps += elapsed_ps
-            self._serve(elapsed_ps * self._bandwidth)
+            self._serve(elapsed_ps * self.bandwidth_bytes_per_s)
 
     def _serve(self, picobytes: int) -> None:
         share, self._carry = divmod(self._carry + picobytes, len(self._active))
@@ -93,7 +95,7 @@ class FairLink:
         if self._alarm is not None:
             self._alarm.cancel()
         missing = (self._active[0][0] - self._served) * len(self._active) - self._carry
-        self._alarm = self._clock.after(max(0, div_ceil(missing, self._bandwidth)), self._complete)
+        self._alarm = self._clock.after(max(0, div_ceil(missing, self.bandwidth_bytes_per_s)), self._complete)
 
     def _complete(self) -> None:
         """Take out every transfer that has its bytes; what they were served beyond goes to the others."""

@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 from kvcore.units import div_ceil
 from kvsim.clock import PS_PER_S, Action, Alarm, Clock
+from kvsim.usage import RecordTransfer
 
 RATE_SCALE = 1 << 32
 """Rates are in units of 1 / RATE_SCALE byte/s."""
@@ -41,6 +42,8 @@ class Link:
         assert bandwidth_bytes_per_s > 0, (name, bandwidth_bytes_per_s)
         self.name = name
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
+        self.record: RecordTransfer | None = None
+        """Told of every transfer that completes."""
         self.bundles: dict[_Bundle, None] = {}
         self.carried_units = 0
         self.num_active = 0
@@ -57,13 +60,15 @@ class Link:
         self.num_active += 1
         self.entered_bytes += size_bytes
 
-    def leave(self, size_bytes: int, now_ps: int) -> None:
-        """A transfer is complete."""
+    def leave(self, size_bytes: int, start_ps: int, now_ps: int) -> None:
+        """A transfer that began then is complete."""
         self.num_active -= 1
         self.num_completed += 1
         self.moved_bytes += size_bytes
         if not self.num_active:
             self.busy_ps += now_ps - self._busy_since_ps
+        if self.record is not None:
+            self.record(start_ps, now_ps, size_bytes)
 
     def audit(self) -> None:
         """Idle, it has moved what entered it, never faster than its bandwidth; a completion wastes at most 1 ps."""
@@ -87,7 +92,8 @@ class _Bundle:
     def __init__(self, route: Route, bound: int | None) -> None:
         self.route = route
         self.bound = bound
-        self.active: list[tuple[int, int, int, Action]] = []  # heap of (complete at served, number, size_bytes, ...)
+        # heap of (complete at served, number, size_bytes, start_ps, ...)
+        self.active: list[tuple[int, int, int, int, Action]] = []
         self.served = 0
         self.rate = 0
         self.updated_ps = 0
@@ -128,7 +134,7 @@ class Network:
         bundle = self._bundle(route, None if bound_bytes_per_s is None else bound_bytes_per_s * RATE_SCALE)
         bundle.advance(now_ps)
         goal = bundle.served + size_bytes * UNITS_PER_BYTE
-        heappush(bundle.active, (goal, self._num_started, size_bytes, on_done))
+        heappush(bundle.active, (goal, self._num_started, size_bytes, now_ps, on_done))
         self._num_started += 1
         for link in route:
             link.enter(size_bytes, now_ps)
@@ -167,10 +173,10 @@ class Network:
             bundle.advance(now_ps)
             changed.update(dict.fromkeys(bundle.route))
             while bundle.active and bundle.active[0][0] <= bundle.served:
-                _, number, size_bytes, on_done = heappop(bundle.active)
+                _, number, size_bytes, start_ps, on_done = heappop(bundle.active)
                 done.append((number, on_done))
                 for link in bundle.route:
-                    link.leave(size_bytes, now_ps)
+                    link.leave(size_bytes, start_ps, now_ps)
             if not bundle.active:
                 self._drop(bundle)
         self._refill(changed)

@@ -1,18 +1,25 @@
-"""An instance's side of the pool: carries out plans on the simulated store and links, and reports back."""
+"""An instance's side of the pool: carries out plans on the simulated tiers and paths, and reports back.
+
+Before the pool an instance may have a private cache in its own host memory (`kvsim.pool.host_cache`). It is no
+business of the decisions: it answers first, what it has is not asked of the pool and comes from nearer, and what is
+stored goes to both.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
-from kvcore.group_runs import GroupRuns, count_blocks, minus
+from kvcore.group_runs import GroupRuns, count_blocks, minus, plus
 from kvcore.plans import Load, Lookup, Store
 from kvcore.pool import Holding
-from kvcore.runs import num_blocks
 from kvcore.types import GroupId, Runs, Segments
 from kvsim.clock import PS_PER_NS, Action, Clock
 from kvsim.events import EventLog, Kind
-from kvsim.links.fair_link import FairLink
+from kvsim.links.parcel import HOST, POOL, TIERS, Packing, Parcel, Place, Tier
+from kvsim.links.paths import Path
+from kvsim.links.threads import IoThreads
+from kvsim.pool.host_cache import HostCache
 from kvsim.pool.store import MooncakePool
 from kvsim.scheduler import Scheduler
 from kvsim.sequence import Sequence
@@ -21,19 +28,27 @@ StoreCall: TypeAlias = Callable[[GroupId, Segments, Runs, int], Runs]
 """(group, segments, runs, now_ns) -> runs: one call of the simulated store for one group."""
 
 
+Move: TypeAlias = Callable[[Place, Parcel, Action], None]
+"""One parcel from or to a place, then the action."""
+
+Shipment: TypeAlias = tuple[Place, GroupRuns, Parcel]
+"""Where blocks come from or go to, which, and what they weigh."""
+
+
 @dataclass(frozen=True, slots=True)
-class Path:
-    """The way to the pool: what an answer takes, the two directions of the link, and what a block of a group weighs."""
+class Means:
+    """What one instance has to reach the tiers with."""
 
     lookup_ps: Callable[[int], int]
-    """Duration of a lookup of so many keys."""
-    get_link: FairLink
-    put_link: FairLink
-    block_bytes: tuple[int, ...]
-
-    def size_bytes(self, blocks: GroupRuns) -> int:
-        """Bytes of all the blocks."""
-        return sum(num_blocks(runs) * size for runs, size in zip(blocks, self.block_bytes, strict=True))
+    """Duration of a lookup of so many keys in the pool."""
+    packing: Packing
+    path: Path
+    load_threads: IoThreads
+    store_threads: IoThreads
+    host: HostCache | None = None
+    """The private cache in front of the pool."""
+    keeps_loaded: bool = False
+    """Whether it keeps what came from the pool, too."""
 
 
 class Engine(Protocol):
@@ -51,10 +66,12 @@ class Engine(Protocol):
 class PoolClient:
     """One instance's client of the pool; implements `kvsim.scheduler.Pool`."""
 
-    def __init__(self, clock: Clock, store: MooncakePool, path: Path, engine: Engine, log: EventLog) -> None:
+    def __init__(self, clock: Clock, store: MooncakePool, means: Means, engine: Engine, log: EventLog) -> None:
         self._clock = clock
         self._store = store
-        self._path = path
+        self._means = means
+        self._path = means.path
+        self._host = means.host
         self._engine = engine
         self._log = log
         self._planned_stores: list[tuple[Sequence, Store, list[Holding]]] = []
@@ -63,13 +80,22 @@ class PoolClient:
         self.num_asked = 0
         """Different keys of each dialogue, over those that have ended."""
         self.num_found = 0
-        """Those of them that the pool had."""
+        """Those of them that the pool or the private cache had."""
+        self.num_near = 0
+        """Those of them that the private cache had, so that the pool was not asked."""
+        self.fetched_bytes = dict.fromkeys(Tier, 0)
+        """What loads brought, by where it lay."""
+        self.sent_bytes = dict.fromkeys(Tier, 0)
+        """What stores took away, by where it went."""
 
     def lookup(self, sequence: Sequence, plan: Lookup) -> None:
-        """Put the next question to the master; its answer is as of the moment it arrives."""
-        answer_ps = self._clock.now_ps + self._path.lookup_ps(count_blocks(plan.dialogue.question))
+        """Put the next question: what the private cache has is known, the master's answer is as of its arrival."""
+        question = plan.dialogue.question
+        near = None if self._host is None else self._host.exists(sequence.segments, question)
+        far = question if near is None else minus(question, near)
+        answer_ps = self._clock.now_ps + (self._means.lookup_ps(count_blocks(far)) if any(far) else 0)
         self._answer_at_ps[sequence] = answer_ps
-        self._clock.at(answer_ps, partial(self._answer, sequence, plan))
+        self._clock.at(answer_ps, partial(self._answer, sequence, plan, near, far))
 
     def wake_at(self, sequence: Sequence, at_ns: int) -> None:
         """Let the instance schedule at that time, if the sequence is still to be considered again then."""
@@ -80,10 +106,8 @@ class PoolClient:
             self._clock.at(at_ps, partial(self._wake, sequence, at_ns))
 
     def load(self, sequence: Sequence, plan: Load) -> None:
-        """Fetch what the pool still holds; what it lost since the lookup stays unwritten and is reported."""
-        present = self._per_group(self._store.get, sequence, plan.blocks)
-        done = partial(self._engine.post, partial(self._loaded, sequence, plan, minus(plan.blocks, present)))
-        self._path.get_link.transfer(self._path.size_bytes(present), done)
+        """Fetch what the tiers still hold; what they lost since the lookup stays unwritten and is reported."""
+        self._means.load_threads.run(partial(self._fetch, sequence, plan))
 
     def store(self, sequence: Sequence, plan: Store) -> None:
         """Pin the blocks now; the bytes leave when the step that fills them has run (`start_stores`)."""
@@ -93,8 +117,7 @@ class PoolClient:
     def start_stores(self) -> None:
         """A step has ended: write what it filled."""
         for sequence, plan, pinned in self._planned_stores:
-            done = partial(self._written, sequence, plan, pinned)
-            self._path.put_link.transfer(self._path.size_bytes(plan.blocks), done)
+            self._means.store_threads.run(partial(self._send, sequence, plan, pinned))
         self._planned_stores.clear()
 
     def _wake(self, sequence: Sequence, at_ns: int) -> None:
@@ -103,8 +126,12 @@ class PoolClient:
         if sequence.kv.reconsider_at_ns == at_ns:
             self._engine.post(_nothing)
 
-    def _answer(self, sequence: Sequence, plan: Lookup) -> None:
-        plan.dialogue.answered(self._per_group(self._store.exists, sequence, plan.dialogue.question))
+    def _answer(self, sequence: Sequence, plan: Lookup, near: GroupRuns | None, far: GroupRuns) -> None:
+        found = self._per_group(self._store.exists, sequence, far)
+        if near is not None:
+            self.num_near += count_blocks(near)
+            found = plus(near, found)
+        plan.dialogue.answered(found)
         assert sequence.kv is not None
         if self._answer_at_ps.get(sequence) == self._clock.now_ps:
             del self._answer_at_ps[sequence]
@@ -116,6 +143,48 @@ class PoolClient:
         self.num_found += count_blocks(plan.dialogue.present)
         self._engine.post(partial(sequence.kv.lookup_answered, plan.ticket, self._clock.now_ns))
 
+    # --- loads --------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, sequence: Sequence, plan: Load, end_job: Action) -> None:
+        """A thread has the load: look what is where, and bring it."""
+        shipments = self._sources(sequence, plan.blocks)
+        present = shipments[0][1]
+        for _, blocks, _ in shipments[1:]:
+            present = plus(present, blocks)
+        done = partial(self._fetched, sequence, plan, shipments, minus(plan.blocks, present), end_job)
+        self._ship(self._path.fetch, shipments, done)
+
+    def _sources(self, sequence: Sequence, blocks: GroupRuns) -> list[Shipment]:
+        """Where what is left of the blocks is read from, the nearest first."""
+        if self._host is None:
+            return [self._shipment(POOL, self._per_group(self._store.get, sequence, blocks))]
+        near = self._host.get(sequence.segments, blocks)
+        far = minus(blocks, near)
+        shipments = [self._shipment(HOST, near)] if any(near) else []
+        if any(far) or not shipments:
+            shipments.append(self._shipment(POOL, self._per_group(self._store.get, sequence, far)))
+        return shipments
+
+    def _fetched(
+        self, sequence: Sequence, plan: Load, shipments: list[Shipment], failed: GroupRuns, end_job: Action
+    ) -> None:
+        for place, blocks, parcel in shipments:
+            self.fetched_bytes[place.tier] += parcel.size_bytes
+            self._log.usage.loads.add(self._clock.now_ps, sequence.index, TIERS.index(place.tier), parcel.size_bytes)
+            if self._host is not None and self._means.keeps_loaded and place.tier is not Tier.HOST:
+                self._keep(sequence, blocks)
+        self._engine.post(partial(self._loaded, sequence, plan, failed))
+        end_job()
+
+    def _keep(self, sequence: Sequence, blocks: GroupRuns) -> None:
+        """What came from the pool is copied out of the GPU's blocks, which hold it for longer than that takes."""
+        assert self._host is not None
+        absent = minus(blocks, self._host.holds(sequence.segments, blocks))
+        if any(absent):
+            parcel = self._means.packing.parcel(absent)
+            self.sent_bytes[Tier.HOST] += parcel.size_bytes
+            self._path.send(HOST, parcel, partial(self._host.put, sequence.segments, absent))
+
     def _loaded(self, sequence: Sequence, plan: Load, failed: GroupRuns) -> None:
         assert sequence.kv is not None
         valid_len = sequence.kv.load_finished(plan.ticket, failed, self._clock.now_ns)
@@ -123,12 +192,29 @@ class PoolClient:
         self._log.add(self._clock.now_ps, Kind.LOADED, sequence.index, valid_len, count_blocks(failed))
         self._engine.scheduler.load_finished(sequence, valid_len)
 
-    def _written(self, sequence: Sequence, plan: Store, pinned: list[Holding]) -> None:
+    # --- stores -------------------------------------------------------------------------------------------------------
+
+    def _send(self, sequence: Sequence, plan: Store, pinned: list[Holding], end_job: Action) -> None:
+        """A thread has the store: the pool gets all, the private cache what it has not."""
+        shipments = [self._shipment(POOL, plan.blocks)]
+        if self._host is not None:
+            absent = minus(plan.blocks, self._host.holds(sequence.segments, plan.blocks))
+            shipments += [self._shipment(HOST, absent)] if any(absent) else []
+        self._ship(self._path.send, shipments, partial(self._written, sequence, plan, pinned, shipments, end_job))
+
+    def _written(
+        self, sequence: Sequence, plan: Store, pinned: list[Holding], shipments: list[Shipment], end_job: Action
+    ) -> None:
+        for place, _, parcel in shipments:
+            self.sent_bytes[place.tier] += parcel.size_bytes
+        if self._host is not None:
+            self._host.put(sequence.segments, plan.blocks)
         put = partial(self._store.put, hints=plan.hints)
         rejected = self._per_group(put, sequence, plan.blocks)
         lost = count_blocks(rejected)
         self._log.add(self._clock.now_ps, Kind.STORED, sequence.index, count_blocks(plan.blocks) - lost, lost)
         self._engine.release(partial(self._stored, sequence, plan, pinned, rejected, self._clock.now_ns))
+        end_job()
 
     def _stored(
         self, sequence: Sequence, plan: Store, pinned: list[Holding], rejected: GroupRuns, ended_ns: int
@@ -137,9 +223,45 @@ class PoolClient:
         assert sequence.kv is not None
         sequence.kv.store_finished(plan.ticket, rejected, ended_ns)
 
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def _shipment(self, place: Place, blocks: GroupRuns) -> Shipment:
+        return place, blocks, self._means.packing.parcel(blocks)
+
+    def _ship(self, move: Move, shipments: list[Shipment], on_done: Action) -> None:
+        """The thread's own work first, then all at once; `on_done` when the last is through."""
+        thread_ps = sum([self._path.thread_ps(place, parcel) for place, _, parcel in shipments])
+        done = on_done if len(shipments) == 1 else Countdown(len(shipments), on_done)
+        begin = partial(_begin, move, shipments, done)
+        if thread_ps:
+            self._clock.after(thread_ps, begin)
+        else:
+            begin()
+
     def _per_group(self, call: StoreCall, sequence: Sequence, blocks: GroupRuns) -> GroupRuns:
         now_ns = self._clock.now_ns
         return tuple([call(GroupId(group), sequence.segments, runs, now_ns) for group, runs in enumerate(blocks)])
+
+
+class Countdown:
+    """Does `action` when it has been called `count` times."""
+
+    __slots__ = ("_action", "_left")
+
+    def __init__(self, count: int, action: Action) -> None:
+        self._left = count
+        self._action = action
+
+    def __call__(self) -> None:
+        """One less to wait for."""
+        self._left -= 1
+        if not self._left:
+            self._action()
+
+
+def _begin(move: Move, shipments: list[Shipment], on_done: Action) -> None:
+    for place, _, parcel in shipments:
+        move(place, parcel, on_done)
 
 
 def _nothing() -> None:

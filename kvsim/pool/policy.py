@@ -1,4 +1,4 @@
-"""The decisions about a scenario's pool: what `[pool]` says, with costs from the scenario's link and step times."""
+"""The decisions about a scenario's pool: what `[pool]` says, with costs from the scenario's paths and step times."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -12,10 +12,10 @@ from kvcore.eviction.session_aware import SessionAwareRuns
 from kvcore.loading import LoadAlways, LoadCheaper, Loading, LoadInTime
 from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy, storing_blocks
-from kvcore.units import NS_PER_MS, NS_PER_S, div_ceil
-from kvsim.clock import PS_PER_NS, PS_PER_US
-from kvsim.config.links import LinkConfig
+from kvcore.units import NS_PER_MS
+from kvsim.clock import PS_PER_NS
 from kvsim.config.pool import PoolConfig
+from kvsim.links.wiring import alone_block_ns, alone_latency_ns
 from kvsim.pool.policy_pool import PolicyPool
 from kvsim.pool.store import MooncakePool, SoftPins
 from kvsim.scenario import Scenario
@@ -26,9 +26,9 @@ def make_planner(scenario: Scenario, pool: PoolConfig) -> Planner:
     return Planner(scenario.kv_model, pool.retention_interval)
 
 
-def make_policy(scenario: Scenario, pool: PoolConfig, link: LinkConfig) -> PoolPolicy:
+def make_policy(scenario: Scenario, pool: PoolConfig) -> PoolPolicy:
     """The patience, and the policies by name."""
-    planner, costs = make_planner(scenario, pool), make_costs(scenario, link)
+    planner, costs = make_planner(scenario, pool), make_costs(scenario)
     return PoolPolicy(
         lookup_deadline_ns=pool.lookup_deadline_ms * NS_PER_MS,
         offer_ttl_ns=pool.offer_ttl_ms * NS_PER_MS,
@@ -53,9 +53,9 @@ def make_store(scenario: Scenario, pool: PoolConfig) -> MooncakePool:
     return MooncakePool(*shape) if policy is None else PolicyPool(*shape, policy())
 
 
-def make_costs(scenario: Scenario, link: LinkConfig) -> Costs:
-    """Of one engine: a block over a link that nobody else uses, a prefill in a step of its own for each chunk."""
-    block_ns = div_ceil(scenario.block_bytes * NS_PER_S, link.bandwidth_bytes_per_s)
+def make_costs(scenario: Scenario) -> Costs:
+    """Of one engine: a block from the pool when nobody else is on the way, a prefill in a step of its own per chunk."""
+    block_ns = tuple(alone_block_ns(scenario, group) for group in range(len(scenario.kv_model.groups)))
     step_time = scenario.step_time
     budget = scenario.engine.max_num_batched_tokens
 
@@ -68,7 +68,7 @@ def make_costs(scenario: Scenario, link: LinkConfig) -> Costs:
         starts = range(start_len, end_len, budget)
         return sum(chunk_ps(start, min(budget, end_len - start)) for start in starts) // PS_PER_NS
 
-    return Costs(prefill_ns, (block_ns,), link.latency_us * PS_PER_US // PS_PER_NS)
+    return Costs(prefill_ns, block_ns, alone_latency_ns(scenario))
 
 
 def _load_in_time(costs: Costs, pool: PoolConfig) -> Loading:

@@ -137,7 +137,7 @@ def test_patience_is_the_simulator_s_unless_the_user_says_otherwise():
     from kvsim.pool.policy import make_policy as simulated
 
     scenario = load("pool-16", [])
-    theirs = simulated(scenario, scenario.pool, scenario.link)
+    theirs = simulated(scenario, scenario.pool)
     ours = policy_of({})
     assert replace(theirs, max_storing_blocks=None) == replace(ours, max_storing_blocks=None)
 

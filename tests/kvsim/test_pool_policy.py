@@ -30,7 +30,7 @@ SLOW_LINK = "link.bandwidth_bytes_per_s=1e9"  # a token of 131,072 bytes takes 1
 
 def policy_of(*settings):
     scenario = load(WITH, settings)
-    return make_policy(scenario, scenario.pool, scenario.link)
+    return make_policy(scenario, scenario.pool)
 
 
 def finished_run(*settings):
@@ -105,7 +105,7 @@ def test_retention_is_of_all_groups_or_of_each(text, retention):
 
 def test_costs_are_those_of_link_and_steps():
     scenario = load(WITH, ["engine.max_num_batched_tokens=1000", "link.latency_us=7"])
-    costs = make_costs(scenario, scenario.link)
+    costs = make_costs(scenario)
     one_block_ns = 16 * 131_072 * 10**9 / 9_878_424_780
     assert costs.fetch_ns((((0, 10),),)) == pytest.approx(7_000 + 10 * one_block_ns, rel=1e-4)
     steps = Roofline(scenario.llm, scenario.gpu)

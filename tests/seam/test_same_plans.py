@@ -86,7 +86,7 @@ def run_configured(given_settings, engine, asks, connector_settings=None):
     half_type = type("Configured", (Half,), {"deciders": lambda self, machine: (planner, policy)})
     costs = make_costs(config.policies.rates, model, block_bytes) if config.policies.rates else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvsim.pool.policy, "make_costs", lambda scenario, link: costs)
+        patch.setattr(kvsim.pool.policy, "make_costs", lambda scenario: costs)
         run_mirrored(scenario, asks, half_type)
 
 

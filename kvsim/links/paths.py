@@ -1,0 +1,226 @@
+"""An instance's way to the places where blocks lie: over links of its own, or through the network of all instances."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from kvcore.units import div_ceil
+from kvsim.clock import PS_PER_S, Action, Clock
+from kvsim.links.drive import Drive
+from kvsim.links.fair_link import FairLink
+from kvsim.links.network import Link, Network, Route
+from kvsim.links.parcel import Parcel, Place, Tier, num_slices
+from kvsim.usage import RecordTransfer
+
+
+class SharedLink(Protocol):
+    """A link or drive: what it tells of itself."""
+
+    bandwidth_bytes_per_s: int
+    record: RecordTransfer | None
+    entered_bytes: int
+    moved_bytes: int
+
+    @property
+    def num_active(self) -> int:
+        """Transfers under way."""
+
+    def audit(self) -> None:
+        """Asserts that nothing was lost; call it when nothing is under way."""
+
+
+class Path(Protocol):
+    """Carries parcels between the instance's GPUs and the places where blocks lie."""
+
+    def fetch(self, place: Place, parcel: Parcel, on_done: Action) -> None:
+        """Bring the parcel from the place; then `on_done`."""
+
+    def send(self, place: Place, parcel: Parcel, on_done: Action) -> None:
+        """Take the parcel to the place; then `on_done`."""
+
+    def thread_ps(self, place: Place, parcel: Parcel) -> int:
+        """What the parcel costs the thread that moves it, before the first byte moves."""
+
+    def links(self) -> Iterator[tuple[str, SharedLink]]:
+        """Every link and drive of the instance, after its kind."""
+
+    @property
+    def fetched_bytes(self) -> int:
+        """What has reached the GPUs."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What has left them, and arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPath:
+    """The table `[link]`: a link of its own each way to the pool, wherever in it, and one each way to host memory."""
+
+    get_link: FairLink
+    put_link: FairLink
+    host_in: FairLink
+    host_out: FairLink
+
+    def fetch(self, place: Place, parcel: Parcel, on_done: Action) -> None:
+        """See `Path.fetch`."""
+        link = self.host_in if place.tier is Tier.HOST else self.get_link
+        link.transfer(parcel.size_bytes, on_done)
+
+    def send(self, place: Place, parcel: Parcel, on_done: Action) -> None:
+        """See `Path.send`."""
+        link = self.host_out if place.tier is Tier.HOST else self.put_link
+        link.transfer(parcel.size_bytes, on_done)
+
+    def thread_ps(self, place: Place, parcel: Parcel) -> int:
+        """Nothing: the link's measured bandwidth has it in it."""
+        return 0
+
+    def links(self) -> Iterator[tuple[str, SharedLink]]:
+        """See `Path.links`."""
+        yield "pool get", self.get_link
+        yield "pool put", self.put_link
+        yield "host to GPU", self.host_in
+        yield "GPU to host", self.host_out
+
+    @property
+    def fetched_bytes(self) -> int:
+        """See `Path.fetched_bytes`."""
+        return self.get_link.moved_bytes + self.host_in.moved_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """See `Path.sent_bytes`."""
+        return self.put_link.moved_bytes + self.host_out.moved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The links of one instance: NICs pooled, the links of all GPUs to the host pooled, each per direction."""
+
+    nic_in: Link
+    nic_out: Link
+    host_in: Link
+    host_out: Link
+    drive: Drive | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a transfer takes beside bandwidth; see `kvsim.config.links.NetworkConfig`."""
+
+    latency_ps: int
+    host_latency_ps: int
+    object_ps: int
+    request_ps: int
+    slice_bytes: int
+    rail_bytes_per_s: int
+    """Of one NIC."""
+    num_rails: int
+    staging_chunk_bytes: int | None
+    """None: NICs reach GPU memory."""
+
+
+class NetworkPath:
+    """The table `[network]`: NICs, switches and host links that all instances' transfers cross.
+
+    Bytes from the pool cross the far NICs (where it is known whose they are), the switches, the own NICs and the host
+    link at once, at one rate; from the own host memory the host link only; from a drive first the drive, then the rest.
+    """
+
+    def __init__(
+        self, clock: Clock, network: Network, nodes: tuple[Node, ...], index: int, fabric: Route, costs: Costs
+    ) -> None:
+        self._clock = clock
+        self._network = network
+        self._nodes = nodes
+        self._index = index
+        self._own = nodes[index]
+        self._fabric = fabric
+        self._costs = costs
+
+    def fetch(self, place: Place, parcel: Parcel, on_done: Action) -> None:
+        """See `Path.fetch`."""
+        rest = partial(self._move, self._route_from(place), parcel, on_done)
+        drive = self._drive(place)
+        if drive is None:
+            rest()
+        else:
+            drive.read(parcel.size_bytes, parcel.num_objects, rest)
+
+    def send(self, place: Place, parcel: Parcel, on_done: Action) -> None:
+        """See `Path.send`."""
+        drive = self._drive(place)
+        done = on_done if drive is None else partial(drive.write, parcel.size_bytes, parcel.num_objects, on_done)
+        self._move(self._route_to(place), parcel, done)
+
+    def thread_ps(self, place: Place, parcel: Parcel) -> int:
+        """Each object is looked up unless it is the instance's own, each slice is posted."""
+        num_requests = num_slices(parcel, self._costs.slice_bytes)
+        num_objects = 0 if place.tier is Tier.HOST else parcel.num_objects
+        return num_objects * self._costs.object_ps + num_requests * self._costs.request_ps
+
+    def links(self) -> Iterator[tuple[str, SharedLink]]:
+        """See `Path.links`; the switches are the first instance's."""
+        own = self._own
+        yield "NICs in", own.nic_in
+        yield "NICs out", own.nic_out
+        yield "host to GPU", own.host_in
+        yield "GPU to host", own.host_out
+        if own.drive is not None:
+            yield "NVMe", own.drive
+        if not self._index:
+            yield from (("switches", link) for link in self._fabric)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """See `Path.fetched_bytes`."""
+        return self._own.host_in.moved_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """See `Path.sent_bytes`."""
+        return self._own.host_out.moved_bytes
+
+    def _route_from(self, place: Place) -> Route:
+        if self._is_own(place):
+            return (self._own.host_in,)
+        far = () if place.owner is None else (self._nodes[place.owner].nic_out,)
+        return (*far, *self._fabric, self._own.nic_in, self._own.host_in)
+
+    def _route_to(self, place: Place) -> Route:
+        if self._is_own(place):
+            return (self._own.host_out,)
+        far = () if place.owner is None else (self._nodes[place.owner].nic_in,)
+        return (self._own.host_out, self._own.nic_out, *self._fabric, *far)
+
+    def _is_own(self, place: Place) -> bool:
+        return place.tier in (Tier.HOST, Tier.LOCAL) or place.owner == self._index
+
+    def _drive(self, place: Place) -> Drive | None:
+        if place.tier is not Tier.DISK:
+            return None
+        drive = self._own.drive if place.owner is None else self._nodes[place.owner].drive
+        assert drive is not None, place
+        return drive
+
+    def _move(self, route: Route, parcel: Parcel, on_done: Action) -> None:
+        """The latency, then the bytes, then the second half of the last chunk's way."""
+        costs, is_remote = self._costs, len(route) > 1
+        is_staged = is_remote and costs.staging_chunk_bytes is not None
+        done = partial(self._unstage, parcel, on_done) if is_staged else on_done
+        bound = self._bound(parcel) if is_remote else None
+        begin = partial(self._network.transfer, route, parcel.size_bytes, done, bound)
+        self._clock.after(costs.latency_ps if is_remote else costs.host_latency_ps, begin)
+
+    def _bound(self, parcel: Parcel) -> int | None:
+        """Fewer requests than NICs leave some of these idle."""
+        num_requests = max(1, num_slices(parcel, self._costs.slice_bytes))
+        return None if num_requests >= self._costs.num_rails else num_requests * self._costs.rail_bytes_per_s
+
+    def _unstage(self, parcel: Parcel, on_done: Action) -> None:
+        """All but the last chunk went both halves of the way meanwhile."""
+        assert self._costs.staging_chunk_bytes is not None
+        chunk_bytes = min(parcel.size_bytes, self._costs.staging_chunk_bytes)
+        self._clock.after(div_ceil(chunk_bytes * PS_PER_S, self._own.host_in.bandwidth_bytes_per_s), on_done)
