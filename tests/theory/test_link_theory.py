@@ -5,19 +5,18 @@ Poisson arrivals at rate lambda, service times S on an empty link, rho = lambda 
     FIFO                E[T] = E[S] + lambda E[S^2] / (2 (1 - rho))
 (Kleinrock, Queueing Systems II, 4.4; for exponential S the first is 1 / (mu - lambda) and FIFO's mean is equal to it,
 which is why the sizes here are not exponential where FIFO has to be told apart.)
-Bands: independent replications with fixed seeds, theory within 4 standard errors of their mean, and the standard
-error below 4 % of theory, so that the band means something.
+The bands are those of `tests.theory.bands`.
 """
 
 import random
 from collections import deque
-from math import sqrt
-from statistics import fmean, stdev
+from statistics import fmean
 
 import pytest
 
 from kvsim.clock import PS_PER_S, Clock
 from kvsim.links.fair_link import FairLink
+from tests.theory.bands import agrees
 
 BANDWIDTH = 1_000_000  # bytes/s: a byte takes a microsecond
 MEAN_BYTES = 10_000
@@ -63,7 +62,7 @@ def fixed(rng):
 
 
 def two_sizes(rng):
-    """Squared coefficient of variation 1.8: one in ten is 4.6 times the mean."""
+    """Squared coefficient of variation 1.44: one in ten is 4.6 times the mean."""
     return 46_000 if rng.random() < 0.1 else 6_000
 
 
@@ -87,22 +86,11 @@ def poisson_run(link_type, size_of, rho, seed):
     return sojourns[WARM_UP:]
 
 
-def band(samples):
-    """Mean of the replications and its standard error."""
-    return fmean(samples), stdev(samples) / sqrt(len(samples))
-
-
 def mean_sojourns(link_type, size_of, rho, only_size=None):
     return [
         fmean(sojourn for size, sojourn in poisson_run(link_type, size_of, rho, seed) if only_size in (None, size))
         for seed in range(NUM_REPLICATIONS)
     ]
-
-
-def agrees(samples, theory):
-    mean, error = band(samples)
-    assert error < 0.04 * theory, f"standard error {error / theory:.1%} of theory: the band says nothing"
-    return abs(mean - theory) < 4 * error
 
 
 @pytest.mark.parametrize("size_of", [exponential, fixed, two_sizes])
