@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvsim.clock import PS_PER_S, Clock
+from kvsim.cost.step_time import DecodeLine
 from kvsim.events import EventLog
 from kvsim.instance import Instance
 from kvsim.metrics import Events, Requests
@@ -28,8 +29,8 @@ class PerToken:
     def step_ps(self, chunks, num_decodes, decode_context):
         return (sum(new for _, new in chunks) + num_decodes) * self.token_ps
 
-    def decode_affine_ps(self, num_decodes):
-        return num_decodes * self.token_ps, 0
+    def decode_affine_ps(self, num_decodes, decode_context):
+        return DecodeLine(num_decodes * self.token_ps, 0, None)
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class PerStep:
     def step_ps(self, chunks, num_decodes, decode_context):
         return TOKEN_PS
 
-    def decode_affine_ps(self, num_decodes):
-        return TOKEN_PS, 0
+    def decode_affine_ps(self, num_decodes, decode_context):
+        return DecodeLine(TOKEN_PS, 0, None)
 
 
 def exponential(rng):
