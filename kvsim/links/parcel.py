@@ -1,4 +1,4 @@
-"""What is moved, and between which places: the words of everything that carries bytes."""
+"""What is moved, and between which sites: the words of everything that carries bytes."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -25,15 +25,15 @@ TIERS = tuple(Tier)
 """In the order in which records number them."""
 
 
-class Place(NamedTuple):
+class Site(NamedTuple):
     """A tier, and whose memory or drive it is; None where nobody says: then its own links are not in the way."""
 
     tier: Tier
     owner: int | None = None
 
 
-HOST = Place(Tier.HOST)
-POOL = Place(Tier.REMOTE)
+HOST = Site(Tier.HOST)
+POOL = Site(Tier.REMOTE)
 """Somewhere in the pool."""
 
 

@@ -1,4 +1,4 @@
-"""An instance's way to the places where blocks lie: over links of its own, or through the network of all instances."""
+"""An instance's way to the sites where blocks lie: over links of its own, or through the network of all instances."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kvsim.clock import PS_PER_S, Action, Clock
 from kvsim.links.drive import Drive
 from kvsim.links.fair_link import FairLink
 from kvsim.links.network import Link, Network, Route
-from kvsim.links.parcel import Parcel, Place, Tier, num_slices
+from kvsim.links.parcel import Parcel, Site, Tier, num_slices
 from kvsim.usage import RecordTransfer
 
 
@@ -31,15 +31,15 @@ class SharedLink(Protocol):
 
 
 class Path(Protocol):
-    """Carries parcels between the instance's GPUs and the places where blocks lie."""
+    """Carries parcels between the instance's GPUs and the sites where blocks lie."""
 
-    def fetch(self, place: Place, parcel: Parcel, on_done: Action) -> None:
-        """Bring the parcel from the place; then `on_done`."""
+    def fetch(self, site: Site, parcel: Parcel, on_done: Action) -> None:
+        """Bring the parcel from the site; then `on_done`."""
 
-    def send(self, place: Place, parcel: Parcel, on_done: Action) -> None:
-        """Take the parcel to the place; then `on_done`."""
+    def send(self, site: Site, parcel: Parcel, on_done: Action) -> None:
+        """Take the parcel to the site; then `on_done`."""
 
-    def thread_ps(self, place: Place, parcel: Parcel) -> int:
+    def thread_ps(self, site: Site, parcel: Parcel) -> int:
         """What the parcel costs the thread that moves it, before the first byte moves."""
 
     def links(self) -> Iterator[tuple[str, SharedLink]]:
@@ -63,17 +63,17 @@ class LinkPath:
     host_in: FairLink
     host_out: FairLink
 
-    def fetch(self, place: Place, parcel: Parcel, on_done: Action) -> None:
+    def fetch(self, site: Site, parcel: Parcel, on_done: Action) -> None:
         """See `Path.fetch`."""
-        link = self.host_in if place.tier is Tier.HOST else self.get_link
+        link = self.host_in if site.tier is Tier.HOST else self.get_link
         link.transfer(parcel.size_bytes, on_done)
 
-    def send(self, place: Place, parcel: Parcel, on_done: Action) -> None:
+    def send(self, site: Site, parcel: Parcel, on_done: Action) -> None:
         """See `Path.send`."""
-        link = self.host_out if place.tier is Tier.HOST else self.put_link
+        link = self.host_out if site.tier is Tier.HOST else self.put_link
         link.transfer(parcel.size_bytes, on_done)
 
-    def thread_ps(self, place: Place, parcel: Parcel) -> int:
+    def thread_ps(self, site: Site, parcel: Parcel) -> int:
         """Nothing: the link's measured bandwidth has it in it."""
         return 0
 
@@ -140,25 +140,25 @@ class NetworkPath:
         self._fabric = fabric
         self._costs = costs
 
-    def fetch(self, place: Place, parcel: Parcel, on_done: Action) -> None:
+    def fetch(self, site: Site, parcel: Parcel, on_done: Action) -> None:
         """See `Path.fetch`."""
-        rest = partial(self._move, self._route_from(place), parcel, on_done)
-        drive = self._drive(place)
+        rest = partial(self._move, self._route_from(site), parcel, on_done)
+        drive = self._drive(site)
         if drive is None:
             rest()
         else:
             drive.read(parcel.size_bytes, parcel.num_objects, rest)
 
-    def send(self, place: Place, parcel: Parcel, on_done: Action) -> None:
+    def send(self, site: Site, parcel: Parcel, on_done: Action) -> None:
         """See `Path.send`."""
-        drive = self._drive(place)
+        drive = self._drive(site)
         done = on_done if drive is None else partial(drive.write, parcel.size_bytes, parcel.num_objects, on_done)
-        self._move(self._route_to(place), parcel, done)
+        self._move(self._route_to(site), parcel, done)
 
-    def thread_ps(self, place: Place, parcel: Parcel) -> int:
+    def thread_ps(self, site: Site, parcel: Parcel) -> int:
         """Each object is looked up unless it is the instance's own, each slice is posted."""
         num_requests = num_slices(parcel, self._costs.slice_bytes)
-        num_objects = 0 if place.tier is Tier.HOST else parcel.num_objects
+        num_objects = 0 if site.tier is Tier.HOST else parcel.num_objects
         return num_objects * self._costs.object_ps + num_requests * self._costs.request_ps
 
     def links(self) -> Iterator[tuple[str, SharedLink]]:
@@ -183,26 +183,26 @@ class NetworkPath:
         """See `Path.sent_bytes`."""
         return self._own.host_out.moved_bytes
 
-    def _route_from(self, place: Place) -> Route:
-        if self._is_own(place):
+    def _route_from(self, site: Site) -> Route:
+        if self._is_own(site):
             return (self._own.host_in,)
-        far = () if place.owner is None else (self._nodes[place.owner].nic_out,)
+        far = () if site.owner is None else (self._nodes[site.owner].nic_out,)
         return (*far, *self._fabric, self._own.nic_in, self._own.host_in)
 
-    def _route_to(self, place: Place) -> Route:
-        if self._is_own(place):
+    def _route_to(self, site: Site) -> Route:
+        if self._is_own(site):
             return (self._own.host_out,)
-        far = () if place.owner is None else (self._nodes[place.owner].nic_in,)
+        far = () if site.owner is None else (self._nodes[site.owner].nic_in,)
         return (self._own.host_out, self._own.nic_out, *self._fabric, *far)
 
-    def _is_own(self, place: Place) -> bool:
-        return place.tier in (Tier.HOST, Tier.LOCAL) or place.owner == self._index
+    def _is_own(self, site: Site) -> bool:
+        return site.tier in (Tier.HOST, Tier.LOCAL) or site.owner == self._index
 
-    def _drive(self, place: Place) -> Drive | None:
-        if place.tier is not Tier.DISK:
+    def _drive(self, site: Site) -> Drive | None:
+        if site.tier is not Tier.DISK:
             return None
-        drive = self._own.drive if place.owner is None else self._nodes[place.owner].drive
-        assert drive is not None, place
+        drive = self._own.drive if site.owner is None else self._nodes[site.owner].drive
+        assert drive is not None, site
         return drive
 
     def _move(self, route: Route, parcel: Parcel, on_done: Action) -> None:

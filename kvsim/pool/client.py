@@ -16,7 +16,7 @@ from kvcore.pool import Holding
 from kvcore.types import GroupId, Runs, Segments
 from kvsim.clock import PS_PER_NS, Action, Clock
 from kvsim.events import EventLog, Kind
-from kvsim.links.parcel import HOST, POOL, TIERS, Packing, Parcel, Place, Tier
+from kvsim.links.parcel import HOST, POOL, TIERS, Packing, Parcel, Site, Tier
 from kvsim.links.paths import Path
 from kvsim.links.threads import IoThreads
 from kvsim.pool.host_cache import HostCache
@@ -28,10 +28,10 @@ StoreCall: TypeAlias = Callable[[GroupId, Segments, Runs, int], Runs]
 """(group, segments, runs, now_ns) -> runs: one call of the simulated store for one group."""
 
 
-Move: TypeAlias = Callable[[Place, Parcel, Action], None]
-"""One parcel from or to a place, then the action."""
+Move: TypeAlias = Callable[[Site, Parcel, Action], None]
+"""One parcel from or to a site, then the action."""
 
-Shipment: TypeAlias = tuple[Place, GroupRuns, Parcel]
+Shipment: TypeAlias = tuple[Site, GroupRuns, Parcel]
 """Where blocks come from or go to, which, and what they weigh."""
 
 
@@ -168,10 +168,10 @@ class PoolClient:
     def _fetched(
         self, sequence: Sequence, plan: Load, shipments: list[Shipment], failed: GroupRuns, end_job: Action
     ) -> None:
-        for place, blocks, parcel in shipments:
-            self.fetched_bytes[place.tier] += parcel.size_bytes
-            self._log.usage.loads.add(self._clock.now_ps, sequence.index, TIERS.index(place.tier), parcel.size_bytes)
-            if self._host is not None and self._means.keeps_loaded and place.tier is not Tier.HOST:
+        for site, blocks, parcel in shipments:
+            self.fetched_bytes[site.tier] += parcel.size_bytes
+            self._log.usage.loads.add(self._clock.now_ps, sequence.index, TIERS.index(site.tier), parcel.size_bytes)
+            if self._host is not None and self._means.keeps_loaded and site.tier is not Tier.HOST:
                 self._keep(sequence, blocks)
         self._engine.post(partial(self._loaded, sequence, plan, failed))
         end_job()
@@ -205,8 +205,8 @@ class PoolClient:
     def _written(
         self, sequence: Sequence, plan: Store, pinned: list[Holding], shipments: list[Shipment], end_job: Action
     ) -> None:
-        for place, _, parcel in shipments:
-            self.sent_bytes[place.tier] += parcel.size_bytes
+        for site, _, parcel in shipments:
+            self.sent_bytes[site.tier] += parcel.size_bytes
         if self._host is not None:
             self._host.put(sequence.segments, plan.blocks)
         put = partial(self._store.put, hints=plan.hints)
@@ -225,12 +225,12 @@ class PoolClient:
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _shipment(self, place: Place, blocks: GroupRuns) -> Shipment:
-        return place, blocks, self._means.packing.parcel(blocks)
+    def _shipment(self, site: Site, blocks: GroupRuns) -> Shipment:
+        return site, blocks, self._means.packing.parcel(blocks)
 
     def _ship(self, move: Move, shipments: list[Shipment], on_done: Action) -> None:
         """The thread's own work first, then all at once; `on_done` when the last is through."""
-        thread_ps = sum([self._path.thread_ps(place, parcel) for place, _, parcel in shipments])
+        thread_ps = sum([self._path.thread_ps(site, parcel) for site, _, parcel in shipments])
         done = on_done if len(shipments) == 1 else Countdown(len(shipments), on_done)
         begin = partial(_begin, move, shipments, done)
         if thread_ps:
@@ -260,8 +260,8 @@ class Countdown:
 
 
 def _begin(move: Move, shipments: list[Shipment], on_done: Action) -> None:
-    for place, _, parcel in shipments:
-        move(place, parcel, on_done)
+    for site, _, parcel in shipments:
+        move(site, parcel, on_done)
 
 
 def _nothing() -> None:

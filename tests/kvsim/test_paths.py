@@ -1,0 +1,236 @@
+"""What a transfer takes: every cost by itself, from the tables of a scenario to the picosecond of its end."""
+
+import pytest
+
+from kvsim.clock import PS_PER_NS, PS_PER_S, PS_PER_US, Clock
+from kvsim.links.drive import Drive, Speed
+from kvsim.links.parcel import HOST, POOL, Packing, Parcel, Site, Tier, num_slices
+from kvsim.links.threads import IoThreads
+from kvsim.links.wiring import alone_block_ns, alone_bytes_per_s, alone_latency_ns, make_paths, make_threads, packing
+from kvsim.scenario import load
+
+GB = 10**9
+BARE = {
+    "network.latency_us": 0,
+    "network.nics": 4,
+    "network.nic_bytes_per_s": 10 * GB,
+    "network.nic_efficiency": 1.0,
+    "network.object_ns": 0,
+    "network.request_ns": 0,
+    "host.latency_us": 0,
+    "host.link_bytes_per_s": 100 * GB,
+    "host.link_efficiency": 1.0,
+    "cluster.instances": 3,
+}
+"""A network in which everything but bandwidth is free: 40 GB/s of NICs, 100 GB/s to the host."""
+TABLES = """
+[scenario]
+name = "network"
+description = ""
+[model]
+name = "llama-3.1-8b"
+[device]
+name = "h100-sxm"
+[cluster]
+instances = 1
+[pool]
+segment_bytes_per_instance = 64e9
+[network]
+[workload]
+generator = "agentic"
+sessions = 6
+turns = 4
+common_len = 1_000
+first_len = 2_000
+turn_len = 512
+output_len = 64
+delay_s = 0.0
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path):
+    path = tmp_path / "network.toml"
+    path.write_text(TABLES)
+    return lambda **settings: load(str(path), [f"{key}={value}" for key, value in settings.items()])
+
+
+def bare(scenario, **settings):
+    return scenario(**BARE | {key.replace("__", "."): value for key, value in settings.items()})
+
+
+def ends(config, *moves):
+    """End in ps of each (instance, "fetch" or "send", site, parcel), all begun at once."""
+    clock = Clock()
+    paths = make_paths(config, clock)
+    found = {}
+    for number, (instance, direction, site, parcel) in enumerate(moves):
+        done = lambda number=number: found.setdefault(number, clock.now_ps)  # noqa: E731
+        getattr(paths[instance], direction)(site, parcel, done)
+    clock.run()
+    for path in paths:
+        for _, link in path.links():
+            link.audit()
+            assert link.moved_bytes == link.entered_bytes
+    return [found[number] for number in range(len(moves))]
+
+
+def gigabyte(pieces=1_000_000):
+    return Parcel(GB, 100, pieces)
+
+
+def test_the_narrowest_of_what_is_crossed_says_how_long_it_takes(scenario):
+    assert ends(bare(scenario), (0, "fetch", POOL, gigabyte())) == [PS_PER_S // 40]
+    assert ends(bare(scenario, host__link_bytes_per_s=20 * GB), (0, "send", POOL, gigabyte())) == [PS_PER_S // 20]
+    assert ends(bare(scenario, network__fabric_bytes_per_s=5 * GB), (0, "send", POOL, gigabyte())) == [PS_PER_S // 5]
+
+
+def test_what_is_in_the_own_host_memory_crosses_no_nic(scenario):
+    for site in (HOST, Site(Tier.LOCAL, 0), Site(Tier.REMOTE, 0)):
+        assert ends(bare(scenario), (0, "fetch", site, gigabyte())) == [PS_PER_S // 100], site
+
+
+def test_two_instances_that_read_from_one_share_its_nics(scenario):
+    from_last = [(reader, "fetch", Site(Tier.REMOTE, 2), gigabyte()) for reader in (0, 1)]
+    assert ends(bare(scenario), *from_last) == [PS_PER_S // 20] * 2
+    from_two = [(0, "fetch", Site(Tier.REMOTE, 1), gigabyte()), (1, "fetch", Site(Tier.REMOTE, 2), gigabyte())]
+    assert ends(bare(scenario), *from_two) == [PS_PER_S // 40] * 2
+    into_one = [(0, "send", Site(Tier.REMOTE, 2), gigabyte()), (1, "send", Site(Tier.REMOTE, 2), gigabyte())]
+    assert ends(bare(scenario), *into_one) == [PS_PER_S // 20] * 2
+
+
+def test_directions_do_not_meet(scenario):
+    both = [(0, "fetch", POOL, gigabyte()), (0, "send", POOL, gigabyte())]
+    assert ends(bare(scenario), *both) == [PS_PER_S // 40] * 2
+
+
+def test_the_host_link_is_shared_by_what_comes_from_near_and_from_far(scenario):
+    near, far = ends(
+        bare(scenario, host__link_bytes_per_s=50 * GB), (0, "fetch", HOST, gigabyte()), (0, "fetch", POOL, gigabyte())
+    )
+    assert near == far == PS_PER_S // 25
+
+
+def test_latency_is_once_for_a_transfer(scenario):
+    settings = {"network__latency_us": 7, "host__latency_us": 3}
+    for parcel in (Parcel(0, 0, 0), gigabyte()):
+        far, near = (ends(bare(scenario, **settings), (0, "fetch", site, parcel)) for site in (POOL, HOST))
+        assert far == [7 * PS_PER_US + parcel.size_bytes * PS_PER_S // (40 * GB)]
+        assert near == [3 * PS_PER_US + parcel.size_bytes * PS_PER_S // (100 * GB)]
+
+
+def test_few_requests_leave_rails_idle(scenario):
+    """Four NICs; a slice rides one of them."""
+    for num_slices_, rails in ((1, 1), (3, 3), (4, 4), (400, 4)):
+        parcel = Parcel(num_slices_ * 65_536, 1, 1)
+        measured = ends(bare(scenario), (0, "fetch", POOL, parcel))
+        assert measured == [-(-parcel.size_bytes * PS_PER_S // (rails * 10 * GB))]
+
+
+def test_a_slice_is_never_longer_than_said_and_pieces_are_not_joined():
+    assert num_slices(Parcel(65_536, 1, 1), 65_536) == 1
+    assert num_slices(Parcel(65_537, 1, 1), 65_536) == 2
+    assert num_slices(Parcel(65_536, 1, 32), 65_536) == 32
+    assert num_slices(Parcel(3 * 65_536, 1, 2), 65_536) == 4
+    assert num_slices(Parcel(0, 0, 0), 65_536) == 0
+
+
+def test_staging_costs_the_last_chunk_its_second_half(scenario):
+    staged = {"network__gpudirect": "false", "network__staging_chunk_bytes": 1_000_000}
+    direct, late = (ends(bare(scenario, **keys), (0, "fetch", POOL, gigabyte()))[0] for keys in ({}, staged))
+    assert late - direct == 1_000_000 * PS_PER_S // (100 * GB)
+    small = Parcel(1_000, 1, 1)
+    direct, late = (ends(bare(scenario, **keys), (0, "fetch", POOL, small))[0] for keys in ({}, staged))
+    assert late - direct == 1_000 * PS_PER_S // (100 * GB), "there is no more than one chunk"
+    direct, late = (ends(bare(scenario, **keys), (0, "fetch", HOST, small))[0] for keys in ({}, staged))
+    assert late == direct, "what is in host memory needs no staging"
+
+
+def test_without_relaxed_ordering_a_nic_is_slow_with_gpu_memory_only(scenario):
+    slow = {"network__nic_gpu_bytes_per_s": 5 * GB}
+    assert ends(bare(scenario, **slow), (0, "fetch", POOL, gigabyte())) == [PS_PER_S // 20]
+    staged = bare(scenario, network__gpudirect="false", network__staging_chunk_bytes=1, **slow)
+    assert ends(staged, (0, "fetch", POOL, gigabyte()))[0] < PS_PER_S // 39
+
+
+def test_a_thread_pays_for_each_object_and_each_request(scenario):
+    config = bare(scenario, network__object_ns=1_000, network__request_ns=10)
+    path = make_paths(config, Clock())[0]
+    parcel = Parcel(64 * 65_536, 4, 64)
+    assert path.thread_ps(POOL, parcel) == (4 * 1_000 + 64 * 10) * PS_PER_NS
+    assert path.thread_ps(HOST, parcel) == 64 * 10 * PS_PER_NS, "nobody need be asked where it is"
+
+
+def test_one_thread_takes_one_job_after_the_other():
+    clock, ends_ps = Clock(), []
+
+    def job(end):
+        clock.after(10, lambda: (ends_ps.append(clock.now_ps), end()))
+
+    for num_threads, expected in ((1, [10, 20, 30]), (2, [10, 10, 20]), (None, [10, 10, 10])):
+        clock, ends_ps = Clock(), []
+        threads = IoThreads(clock, num_threads)
+        for _ in range(3):
+            threads.run(job)
+        clock.run()
+        threads.audit()
+        assert ends_ps == expected
+        assert (threads.num_jobs, threads.waited_ps) == (3, sum(expected) - 30)
+
+
+def test_a_thread_that_never_ends_its_job_is_noticed():
+    threads = IoThreads(Clock(), 1)
+    threads.run(lambda end: None)
+    with pytest.raises(AssertionError):
+        threads.audit()
+
+
+def drive_ends(num_drives, *moves):
+    clock, found = Clock(), []
+    drive = Drive(clock, num_drives, Speed(8 * GB, 1_000_000, 131_072), Speed(4 * GB, 250_000, 131_072))
+    for direction, size_bytes, num_pieces in moves:
+        getattr(drive, direction)(size_bytes, num_pieces, lambda: found.append(clock.now_ps))
+    clock.run()
+    drive.audit()
+    assert drive.moved_bytes == drive.entered_bytes == sum(size for _, size, _ in moves)
+    return found
+
+
+def test_a_drive_is_bound_by_bytes_or_by_commands():
+    assert drive_ends(1, ("read", GB, 1_000)) == [PS_PER_S // 8]
+    assert drive_ends(1, ("read", 4_096 * 10_000, 10_000)) == [PS_PER_S // 100], "4 KiB at a time: a million a second"
+    assert drive_ends(4, ("write", GB, 1)) == [PS_PER_S // 16]
+
+
+def test_readers_and_writers_share_a_drive():
+    """Reading a gigabyte is an eighth of a second of the drive, writing half of one an eighth too."""
+    assert drive_ends(1, ("read", GB, 1), ("write", GB // 2, 1)) == [PS_PER_S // 4] * 2
+
+
+def test_what_is_on_disk_comes_through_the_drive_and_then_the_network(scenario):
+    drives = {"nvme__read_bytes_per_s": 8 * GB}
+    own, far = (ends(bare(scenario, **drives), (0, "fetch", Site(Tier.DISK, owner), gigabyte())) for owner in (0, 1))
+    assert own == [PS_PER_S // 8 + PS_PER_S // 100]
+    assert far == [PS_PER_S // 8 + PS_PER_S // 40]
+
+
+def test_defaults_come_from_the_device(scenario):
+    config = scenario()
+    h100 = config.gpu.network
+    assert alone_bytes_per_s(config) == h100.nic_bytes_per_s * 98 // 100
+    nics = {"network.nics": 8}
+    assert alone_bytes_per_s(scenario(**nics)) == h100.pcie_bytes_per_s * 91 // 100
+    assert alone_bytes_per_s(scenario(**nics, **{"network.fabric_bytes_per_s": 123})) == 123
+    load_threads, store_threads = make_threads(config, Clock())
+    assert packing(config) == Packing((config.block_bytes,), (32,))
+    assert (load_threads._num_threads, store_threads._num_threads) == (1, 1)
+    assert make_threads(load("pool-16"), Clock())[0]._num_threads is None
+
+
+def test_what_decisions_think_a_block_costs_is_what_a_long_load_takes(scenario):
+    config = scenario(**{"network.pieces_per_block": 2})
+    path, blocks = make_paths(config, Clock())[0], 5_000
+    parcel = packing(config).parcel((((0, blocks),),))
+    (carried_ps,) = ends(config, (0, "fetch", POOL, parcel))
+    took_ns = (path.thread_ps(POOL, parcel) + carried_ps) / PS_PER_NS
+    assert took_ns == pytest.approx(alone_latency_ns(config) + blocks * alone_block_ns(config, 0), rel=1e-3)
