@@ -16,10 +16,12 @@ UNITS = ("_ps", "_ns", "_us", "_ms", "_s", "_bytes", "_tokens", "_blocks", "_len
 WORDS_OF_THE_FIELD = {
     "block_size",  # tokens
     "chunk_size",  # tokens, of chunked local attention
+    "data_parallel_size",  # ranks
     "hash_block_size",  # tokens
     "hidden_size",  # elements
     "intermediate_size",  # elements
     "retention_interval",  # tokens
+    "tensor_parallel_size",  # ranks
     "vocab_size",  # entries
 }
 
