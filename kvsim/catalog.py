@@ -3,7 +3,6 @@
 A wheel carries the folder as `kvsim/models`; a checkout has it as `models/` beside `kvsim/`.
 """
 
-import datetime
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -13,81 +12,11 @@ from pydantic import Field
 
 from kvcore.errors import InvalidArgument
 from kvsim import toml
+from kvsim.llm.model import LlmModel as LlmModel
+from kvsim.sourced import Sourced
 from kvsim.toml import PositiveCount, Table
 
 Percent = Annotated[int, Field(gt=0, le=100)]
-
-
-class Sourced(Table):
-    """A section of numbers with their origin."""
-
-    source: Annotated[str, Field(min_length=1)]
-    date: datetime.date
-
-
-class Architecture(Sourced):
-    """A dense decoder-only transformer with grouped-query attention and a gated feed-forward layer."""
-
-    num_layers: PositiveCount
-    hidden_size: PositiveCount
-    intermediate_size: PositiveCount
-    num_heads: PositiveCount
-    num_kv_heads: PositiveCount
-    head_dim: PositiveCount
-    vocab_size: PositiveCount
-    max_model_len: PositiveCount
-
-
-class Weights(Sourced):
-    """The checkpoint."""
-
-    num_params: PositiveCount
-    dtype_bytes: PositiveCount
-
-
-class KVCacheFormat(Sourced):
-    """How one K or V element is kept."""
-
-    dtype_bytes: PositiveCount
-
-
-class LlmModel(Table):
-    """One language model."""
-
-    name: str
-    description: str
-    architecture: Architecture
-    weights: Weights
-    kv_cache: KVCacheFormat
-
-    @property
-    def weight_bytes(self) -> int:
-        """Size of all weights in GPU memory."""
-        return self.weights.num_params * self.weights.dtype_bytes
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of one token over all layers."""
-        arch = self.architecture
-        return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * self.kv_cache.dtype_bytes
-
-    @property
-    def num_attention_dims(self) -> int:
-        """Query dimensions summed over layers: multiply-adds of one product of attention per (query, key) pair."""
-        arch = self.architecture
-        return arch.num_layers * arch.num_heads * arch.head_dim
-
-    @property
-    def linear_params(self) -> int:
-        """Weights of the matrix products inside the layers: Q, K, V, O, gate, up, down. Norms are left out."""
-        arch = self.architecture
-        attention = 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim * arch.hidden_size
-        return arch.num_layers * (attention + 3 * arch.hidden_size * arch.intermediate_size)
-
-    @property
-    def lm_head_params(self) -> int:
-        """Weights of the output projection."""
-        return self.architecture.vocab_size * self.architecture.hidden_size
 
 
 class Compute(Sourced):

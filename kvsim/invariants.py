@@ -103,7 +103,7 @@ def bytes_conserved(simulation: Simulation, events: Events) -> None:
         link.audit()
         assert link.num_active == 0, f"{link.num_active} transfers have not ended"
         assert link.moved_bytes == link.entered_bytes, f"{link.entered_bytes} bytes entered, {link.moved_bytes} left"
-    block_bytes, clients = simulation.scenario.block_bytes, _clients(simulation)
+    (block_bytes,), clients = simulation.scenario.block_bytes, _clients(simulation)
     for client, means in zip(clients, pool.means, strict=True):
         for counted, moved in (
             (client.fetched_bytes, means.path.fetched_bytes),
@@ -200,7 +200,7 @@ def lost_blocks_reported(simulation: Simulation, events: Events) -> None:
 
 def hits_aligned(simulation: Simulation, events: Events) -> None:
     """Every hit is a whole number of blocks and leaves at least one token to compute."""
-    block_size = simulation.scenario.engine.block_size
+    block_size = simulation.scenario.kv_model.alignment
     admitted, loaded = events.of(Kind.ADMITTED), events.of(Kind.LOADED)
     for name, tokens in (("local", admitted.a), ("external", admitted.b), ("loaded", loaded.a)):
         assert not (tokens % block_size).any(), f"{name} hits are not aligned to {block_size}"

@@ -33,7 +33,7 @@ def _pool_aware(scenario: Scenario) -> Router:
 
 def _prefill_ns_per_token(scenario: Scenario) -> int:
     """A full step of one prompt's first tokens, per token: what the simulated engine takes, without any context."""
-    num_tokens = min(scenario.engine.max_num_batched_tokens, scenario.engine.block_size * scenario.num_gpu_blocks)
+    num_tokens = min(scenario.engine.max_num_batched_tokens, scenario.kv_model.alignment * scenario.num_gpu_blocks)
     step_ps = scenario.step_time.step_ps([(0, num_tokens)], 0, 0)
     return div_ceil(step_ps, num_tokens * PS_PER_NS)
 
@@ -42,7 +42,7 @@ def _transfer_ns_per_token(scenario: Scenario) -> int:
     """A token's KV on the way from the pool, where nobody else is; 0 without a pool, where nothing comes from."""
     if scenario.pool is None:
         return 0
-    return div_ceil(scenario.llm.kv_bytes_per_token * NS_PER_S, alone_bytes_per_s(scenario))
+    return div_ceil(scenario.kv_bytes_per_token * NS_PER_S, alone_bytes_per_s(scenario))
 
 
 ROUTERS: Mapping[str, Callable[[Scenario], Router]] = {

@@ -161,7 +161,7 @@ def limits(scenario: Scenario) -> Limits:
     """The bounds of one instance; the engine keeps one of its blocks as the null block."""
     engine = scenario.engine
     return Limits(
-        block_size=engine.block_size,
+        block_size=scenario.kv_model.alignment,
         num_blocks=scenario.num_gpu_blocks - 1,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,

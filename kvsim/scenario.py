@@ -14,7 +14,7 @@ from pydantic import model_validator
 
 from kvcore.errors import clipped
 from kvcore.masks import Retention
-from kvcore.spec import FullAttention, ModelSpec
+from kvcore.spec import ModelSpec
 from kvsim import catalog, toml
 from kvsim.catalog import Device, LlmModel
 from kvsim.config.cluster import ClusterConfig, DeviceChoice, EngineConfig, ModelChoice, RoutingConfig
@@ -23,6 +23,8 @@ from kvsim.config.pool import PoolConfig
 from kvsim.config.workload import TraceWorkload, Workload
 from kvsim.cost.backends import make_step_time
 from kvsim.cost.step_time import StepTimeModel
+from kvsim.llm.groups import KVGroup, gpu_block_bytes
+from kvsim.llm.model import ExpertPlacement, RankWeights
 from kvsim.toml import Count, InvalidToml, Table
 
 
@@ -52,6 +54,8 @@ class Scenario(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Scenario":
+        if len(self.kv_groups) > 1:
+            raise ValueError(f"a model with one KV cache group: engines of {self.model.name}'s are not simulated yet")
         ways = (self.link is not None) + (self.network is not None)
         if self.pool is None and (ways or self.nvme is not None or self.host.cpu_bytes_to_use):
             raise ValueError("[pool] beside [link], [network], [nvme] and host.cpu_bytes_to_use, or none of them")
@@ -91,13 +95,38 @@ class Scenario(Table):
 
     @cached_property
     def kv_model(self) -> ModelSpec:
-        """The KV cache groups of the model."""
-        return ModelSpec((FullAttention(self.engine.block_size),))
+        """The same groups, for kvcore."""
+        return ModelSpec(tuple(group.spec for group in self.kv_groups))
 
     @cached_property
-    def block_bytes(self) -> int:
-        """KV of one block over all layers."""
-        return self.llm.kv_bytes_per_token * self.engine.block_size
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The KV cache groups of the model in this engine, as vLLM makes them."""
+        dtype = self.engine.kv_cache_dtype
+        asked = None if dtype == "auto" else dtype
+        return self.llm.kv_groups(self.engine.block_size, self.engine.tensor_parallel_size, asked)
+
+    @cached_property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Per group, what one block (or the states at one boundary) takes in the pool: of all ranks, replicas once."""
+        return tuple(group.pool_bytes for group in self.kv_groups)
+
+    @cached_property
+    def gpu_block_bytes(self) -> int:
+        """What one block takes of each GPU's memory, whichever group has it."""
+        return gpu_block_bytes(self.kv_groups)
+
+    @cached_property
+    def kv_bytes_per_token(self) -> int:
+        """In the pool, of the groups that need all of the past."""
+        closed = self.kv_model.closed_groups
+        return sum(self.block_bytes[group] // self.kv_model.groups[group].block_size for group in closed)
+
+    @cached_property
+    def rank_weights(self) -> RankWeights:
+        """The weights of one GPU."""
+        engine = self.engine
+        placement = ExpertPlacement.WHOLE if engine.enable_expert_parallel else ExpertPlacement.CUT
+        return self.llm.rank_weights(engine.tensor_parallel_size, engine.data_parallel_size, placement)
 
     @cached_property
     def num_gpu_blocks(self) -> int:
@@ -105,7 +134,8 @@ class Scenario(Table):
         if self.engine.num_gpu_blocks is not None:
             return self.engine.num_gpu_blocks
         usable_bytes = int(self.gpu.memory.capacity_bytes * Fraction(str(self.engine.gpu_memory_utilization)))
-        return (usable_bytes - self.llm.weight_bytes - self.engine.reserved_bytes) // self.block_bytes
+        free_bytes = usable_bytes - self.rank_weights.size_bytes - self.engine.reserved_bytes
+        return free_bytes // self.gpu_block_bytes * self.engine.data_parallel_size
 
     @property
     def num_gpus(self) -> int:

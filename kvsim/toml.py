@@ -4,6 +4,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
+from itertools import filterfalse
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -35,8 +36,8 @@ PositiveRatio = Annotated[float, Field(gt=0, le=1)]
 TAG_MARK = "<"
 """First character of a union's tags, by which they are told from keys in an error's location."""
 
-KIND_KEY = "generator"
-"""The key that says which kind of a section it is."""
+KIND_KEYS = ("generator", "kind")
+"""The keys that say which kind of a section it is."""
 
 TableT = TypeVar("TableT", bound=Table)
 
@@ -97,7 +98,8 @@ def _first_error(table: type[Table], data: Mapping[str, Any], origin: str, error
 
 def _precedence(error: ErrorDetails) -> tuple[bool, bool]:
     """A wrong kind explains an unknown key, and that (a typo) a missing one."""
-    return error["loc"][-1:] != (KIND_KEY,), error["type"] != "extra_forbidden"
+    is_kind = bool(error["loc"]) and error["loc"][-1] in KIND_KEYS
+    return not is_kind, error["type"] != "extra_forbidden"
 
 
 def _expected(table: type[Table], error: ErrorDetails, loc: list[str]) -> str:
@@ -121,7 +123,7 @@ def _known_keys(tables: list[type[Table]], key: str) -> str:
 def _tables_at(table: type[Table], path: list[str]) -> list[type[Table]]:
     """The tables that may stand at `path` below `table`; several where a key is a union."""
     tables = [table]
-    for key in path:
+    for key in filterfalse(str.isdigit, path):  # places in a list
         fields = [owner.model_fields[key] for owner in tables if key in owner.model_fields]
         tables = [member for field in fields for member in _tables_in(field.annotation)]
     return tables

@@ -1,10 +1,11 @@
 """The instances of a scenario: the tables `[model]`, `[device]`, `[cluster]`, `[routing]` and `[engine]`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from kvsim import catalog, toml
+from kvsim.llm.dtypes import KVCacheDtype
 from kvsim.toml import Count, PositiveCount, PositiveRatio, Ratio, Table
 
 
@@ -73,6 +74,9 @@ class EngineConfig(Table):
     step_time: str = "roofline"
     """What says how long a step takes: `roofline`, `table:NAME` or `aiconfigurator`; see docs/STEP_TIMES.md."""
     block_size: PositiveCount = 16
+    """Tokens in a block, at least: some models' kernels need larger ones, and a recurrent state fits into a block."""
+    kv_cache_dtype: Literal["auto"] | KVCacheDtype = "auto"
+    """How K, V and latents are kept; `auto`: as the model's file says."""
     max_num_seqs: PositiveCount = 1024
     max_num_batched_tokens: PositiveCount = 8192
     gpu_memory_utilization: PositiveRatio = 0.9

@@ -20,6 +20,7 @@ from kvcore.units import div_ceil
 from kvsim.catalog import Device, LlmModel
 from kvsim.clock import PS_PER_NS, PS_PER_S
 from kvsim.cost.step_time import DecodeLine, PrefillChunk
+from kvsim.llm.layers import GroupedQuery
 
 FLOPS_PER_MAC = 2
 PERCENT = 100
@@ -58,20 +59,23 @@ class Roofline:
         self._prefill_flops_per_s = device.compute.bf16_flops_per_s * kernels.prefill_flops_utilisation_percent
         self._decode_flops_per_s = device.compute.bf16_flops_per_s * kernels.decode_flops_utilisation_percent
         self._memory_bytes_per_s = device.memory.bandwidth_bytes_per_s * kernels.memory_utilisation_percent
-        require(model.weights.dtype_bytes == 2, "weights.dtype_bytes", model.weights.dtype_bytes, "2: rates are bf16's")
+        weights, scans = model.rank_weights(), [(w.num_layers, scan) for w in model.work() for scan in w.scans]
+        dense = not weights.experts and weights.attention.dtype == weights.feed_forward.dtype == "bf16"
+        plain = all(isinstance(layer, GroupedQuery) and layer.window is None for layer in model.attention)
+        require(dense and plain, "model", model.name, "dense, in bf16, with full grouped-query attention")
 
-        self._linear_flops = FLOPS_PER_MAC * model.linear_params
-        self._lm_head_flops = FLOPS_PER_MAC * model.lm_head_params
-        # QK^T and PV: two products of head_dim per head, layer and (query, key) pair.
-        self._attention_flops = 2 * FLOPS_PER_MAC * model.num_attention_dims
-        self._kv_bytes = model.kv_bytes_per_token
-        self._weights_read_ps = self._read_ps(model.linear_params * model.weights.dtype_bytes)
-        self._lm_head_read_ps = self._read_ps(model.lm_head_params * model.weights.dtype_bytes)
+        linear_params = weights.attention.num_params + weights.feed_forward.num_params
+        self._linear_flops = FLOPS_PER_MAC * linear_params
+        self._lm_head_flops = FLOPS_PER_MAC * weights.lm_head.num_params
+        self._attention_flops = FLOPS_PER_MAC * sum(num_layers * scan.prefill_macs for num_layers, scan in scans)
+        self._kv_bytes = sum(num_layers * scan.entry_bytes for num_layers, scan in scans)
+        self._weights_read_ps = self._read_ps(weights.attention.size_bytes + weights.feed_forward.size_bytes)
+        self._lm_head_read_ps = self._read_ps(weights.lm_head.size_bytes)
         self._decode_slope_ps = max(
             self._read_ps(self._kv_bytes),
             div_ceil(self._attention_flops * PERCENT * PS_PER_S, self._decode_flops_per_s),
         )
-        num_small_ops = SMALL_OPS_PER_LAYER * model.architecture.num_layers + SMALL_OPS_OUTSIDE
+        num_small_ops = SMALL_OPS_PER_LAYER * model.num_layers + SMALL_OPS_OUTSIDE
         self._decode_base_ps: dict[int, int] = {}
         self._overhead_ps = num_small_ops * kernels.small_op_latency_ns * PS_PER_NS
 

@@ -30,7 +30,8 @@ def make_threads(scenario: Scenario, clock: Clock) -> tuple[IoThreads, IoThreads
 def packing(scenario: Scenario) -> Packing:
     """What blocks weigh, and how many pieces they are."""
     pieces = None if scenario.network is None else scenario.network.pieces_per_block
-    return Packing((scenario.block_bytes,), (scenario.llm.architecture.num_layers if pieces is None else pieces,))
+    groups = scenario.kv_groups
+    return Packing(scenario.block_bytes, tuple(pieces or group.num_layers * group.num_shards for group in groups))
 
 
 def alone_bytes_per_s(scenario: Scenario) -> int:

@@ -43,7 +43,7 @@ def make_store(scenario: Scenario, pool: PoolConfig) -> MooncakePool:
     """An empty pool; `mooncake` is the master's own eviction, the others are what if."""
     shape = (
         scenario.pool_capacity_bytes,
-        (scenario.block_bytes,),
+        scenario.block_bytes,
         pool.lease_ttl_ms * NS_PER_MS,
         pool.eviction_high_watermark_ratio,
         pool.eviction_ratio,
@@ -55,7 +55,7 @@ def make_store(scenario: Scenario, pool: PoolConfig) -> MooncakePool:
 
 def make_costs(scenario: Scenario) -> Costs:
     """Of one engine: a block from the pool when nobody else is on the way, a prefill in a step of its own per chunk."""
-    block_ns = tuple(alone_block_ns(scenario, group) for group in range(len(scenario.kv_model.groups)))
+    block_ns = tuple(alone_block_ns(scenario, kind.group) for kind in scenario.kv_model.kinds)
     step_time = scenario.step_time
     budget = scenario.engine.max_num_batched_tokens
 

@@ -43,7 +43,7 @@ def make_scheduler(scenario: Scenario) -> Any:
     """The synchronous `Scheduler` with the scenario's bounds, for one group of full attention."""
     config = _config(scenario)
     model = config.model_config
-    spec = FullAttentionSpec(scenario.engine.block_size, num_kv_heads=1, head_size=32, dtype=model.dtype)
+    spec = FullAttentionSpec(scenario.kv_model.alignment, num_kv_heads=1, head_size=32, dtype=model.dtype)
     groups = [KVCacheGroupSpec(["layer"], spec)]
     kv_cache_config = KVCacheConfig(num_blocks=scenario.num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)

@@ -17,10 +17,13 @@ WORDS_OF_THE_FIELD = {
     "block_size",  # tokens
     "chunk_size",  # tokens, of chunked local attention
     "data_parallel_size",  # ranks
+    "expert_hidden_size",  # elements
+    "expert_intermediate_size",  # elements
     "hash_block_size",  # tokens
     "hidden_size",  # elements
     "intermediate_size",  # elements
     "retention_interval",  # tokens
+    "shared_intermediate_size",  # elements
     "tensor_parallel_size",  # ranks
     "vocab_size",  # entries
 }

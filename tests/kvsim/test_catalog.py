@@ -20,13 +20,10 @@ def test_every_file_loads():
 
 def test_llama_by_arithmetic():
     model = catalog.llm_model("llama-3.1-8b")
-    arch = model.architecture
-    assert model.kv_bytes_per_token == 131_072
-    norms = (2 * arch.num_layers + 1) * arch.hidden_size
-    assert model.weights.num_params == model.linear_params + 2 * model.lm_head_params + norms
-    assert model.num_attention_dims == 32 * 4096
+    assert model.sequence_bytes(1) == 131_072
+    assert model.num_params == model.weights.published_params == 8_030_261_248
     # vLLM prints 14.96 GiB for it.
-    assert round(model.weight_bytes / 2**30, 2) == 14.96
+    assert round(model.rank_weights().size_bytes / 2**30, 2) == 14.96
 
 
 def test_h100():
@@ -44,10 +41,12 @@ def test_unknown_name_lists_the_known_ones():
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("num_layers = 32", "num_layers = -1", "architecture.num_layers = -1: expected greater than 0"),
-        ("num_layers = 32", "num_layers = '32'", "architecture.num_layers = '32': expected a valid integer"),
-        ("num_layers = 32", "num_layer = 32", "num_layer = 32: expected a known key; did you mean num_layers"),
-        ("num_layers = 32", "", "architecture.num_layers: expected a value; this key is required"),
+        ("hidden_size = 4096", "hidden_size = -1", "architecture.hidden_size = -1: expected greater than 0"),
+        ("num_heads = 32", "num_heads = '32'", "attention.0.num_heads = '32': expected a valid integer"),
+        ("num_heads = 32", "num_head = 32", "num_head = 32: expected a known key; did you mean num_heads"),
+        ("hidden_size = 4096", "", "architecture.hidden_size: expected a value; this key is required"),
+        ("num_layers = 32", "num_layers = 31", "expected as many feed-forward layers as attention layers, 31"),
+        ('kind = "gqa"', 'kind = "gqqa"', "attention.0.kind = 'gqqa': expected"),
         ("[weights]\nsource", "[weights]\nsauce", "weights.sauce"),
         ("[weights]", "[weights", "expected TOML (Expected ']'"),
     ],

@@ -111,7 +111,7 @@ def transfer_does_not_end(done):
 
 def bytes_vanish(done):
     link = done.pool.paths[0].put_link
-    link.moved_bytes -= done.scenario.block_bytes
+    link.moved_bytes -= done.scenario.block_bytes[0]
 
 
 def bytes_are_got_for_nothing(done):

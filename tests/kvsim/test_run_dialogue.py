@@ -61,7 +61,7 @@ def test_a_whole_hit_takes_three_rounds():
     (arrived_ps,), (loaded_ps,) = happened[Kind.ARRIVED], happened[Kind.LOADED]
     link = done.pool.paths[1].get_link
     load_ps = loaded_ps - arrived_ps - 3 * RTT_US * PS_PER_US
-    assert 0 < load_ps and link.moved_bytes == NUM_BLOCKS * done.scenario.block_bytes
+    assert 0 < load_ps and link.moved_bytes == NUM_BLOCKS * done.scenario.block_bytes[0]
     assert load_ps < 2 * link.moved_bytes * 10**12 // 10**11, "nothing else takes long"
 
 

@@ -29,7 +29,7 @@ def test_derived_numbers_of_pool_16():
     config = scenario.load("pool-16")
     assert config.pool_capacity_bytes == 16 * 256 * 10**9
     assert config.num_gpus == 16
-    assert config.block_bytes == 2 * 2**20
+    assert config.block_bytes == (2 * 2**20,)
     assert config.num_gpu_blocks == (int(80 * 2**30 * 0.9) - 2 * 8_030_261_248 - 3_274_912_563) // 2**21
     # vLLM prints about 447,000 tokens on this device (less of it is visible, less is reserved).
     assert 430_000 < config.num_gpu_blocks * 16 < 450_000
