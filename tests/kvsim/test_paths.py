@@ -222,7 +222,7 @@ def test_defaults_come_from_the_device(scenario):
     assert alone_bytes_per_s(scenario(**nics)) == h100.pcie_bytes_per_s * 91 // 100
     assert alone_bytes_per_s(scenario(**nics, **{"network.fabric_bytes_per_s": 123})) == 123
     load_threads, store_threads = make_threads(config, Clock())
-    assert packing(config) == Packing((config.block_bytes,), (32,))
+    assert packing(config) == Packing(config.block_bytes, (32,))
     assert (load_threads._num_threads, store_threads._num_threads) == (1, 1)
     assert make_threads(load("pool-16"), Clock())[0]._num_threads is None
 
