@@ -169,7 +169,7 @@ def loads_s(num_loads, *settings):
 
 def test_loads_that_start_together_share_the_link_and_end_together():
     scenario = load("pool-16")
-    one_s = PROMPT_LEN * scenario.llm.kv_bytes_per_token / LINK_BYTES_PER_S
+    one_s = PROMPT_LEN * scenario.kv_bytes_per_token / LINK_BYTES_PER_S
     times_s = {num_loads: loads_s(num_loads) for num_loads in (1, 2, 4, 8)}
     for num_loads, taken_s in times_s.items():
         assert taken_s == pytest.approx([num_loads * one_s] * num_loads, rel=1e-3)
