@@ -61,7 +61,26 @@ class Device(Table):
     kernels: Kernels
 
 
-EntryT = TypeVar("EntryT", LlmModel, Device)
+class Measured(Sourced):
+    """What a table of step times was measured on."""
+
+    model: str
+    device: str
+    tensor_parallel_size: PositiveCount
+    data_parallel_size: PositiveCount
+    enable_expert_parallel: bool
+    """Of no meaning, and false, where there are no experts."""
+
+
+class StepTable(Table):
+    """Step times of one model on one kind of instance; the numbers lie beside it, see `step_times`."""
+
+    name: str
+    description: str
+    measured: Measured
+
+
+EntryT = TypeVar("EntryT", LlmModel, Device, StepTable)
 
 
 def llm_model(name: str) -> LlmModel:
@@ -74,6 +93,16 @@ def device(name: str) -> Device:
     return _load(Device, "devices", name)
 
 
+def step_table(name: str) -> StepTable:
+    """The table of that name; raises InvalidArgument when there is none, InvalidToml when its file is wrong."""
+    return _load(StepTable, "step_times", name)
+
+
+def step_times(name: str, phase: str) -> str:
+    """The CSV text of the table's `prefill` or `decode`, see models/step_times/README.md."""
+    return (_root() / "step_times" / f"{name}_{phase}.csv").read_text(encoding="utf-8")
+
+
 def llm_models() -> list[str]:
     """Names of all models."""
     return _names("llm")
@@ -82,6 +111,11 @@ def llm_models() -> list[str]:
 def devices() -> list[str]:
     """Names of all devices."""
     return _names("devices")
+
+
+def step_tables() -> list[str]:
+    """Names of all tables of step times."""
+    return _names("step_times")
 
 
 def _load(table: type[EntryT], folder: str, name: str) -> EntryT:

@@ -91,7 +91,7 @@ class Scenario(Table):
     @cached_property
     def step_time(self) -> StepTimeModel:
         """How long a step of one instance takes."""
-        return make_step_time(self.engine.step_time, self.llm, self.gpu, self.engine)
+        return make_step_time(self.engine, self.llm, self.gpu)
 
     @cached_property
     def kv_model(self) -> ModelSpec:

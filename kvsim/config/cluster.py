@@ -63,6 +63,10 @@ class RoutingConfig(Table):
     """pool_aware: time to fetch a token; by default that of the scenario's link, alone on it."""
 
 
+ROOFLINE, TABLE = "roofline", "table:"
+"""What says how long a step takes; after TABLE comes the name of one."""
+
+
 class EngineConfig(Table):
     """One engine; names and defaults of vLLM's EngineArgs where it has them."""
 
@@ -71,7 +75,7 @@ class EngineConfig(Table):
     """Ranks that share the work of a step; the instance is one engine to the scheduler, with the memory of them all."""
     enable_expert_parallel: bool = False
     """Experts lie on all tensor x data parallel GPUs, each whole; otherwise each is cut over them."""
-    step_time: str = "roofline"
+    step_time: str = ROOFLINE
     """What says how long a step takes: `roofline`, `table:NAME` or `aiconfigurator`; see docs/STEP_TIMES.md."""
     block_size: PositiveCount = 16
     """Tokens in a block, at least: some models' kernels need larger ones, and a recurrent state fits into a block."""
@@ -87,6 +91,11 @@ class EngineConfig(Table):
     """Overrides the number derived from memory. One of them holds nothing, vLLM's null block."""
     watermark: Ratio = 0.0
     """Share of the blocks kept free when a waiting request is admitted; vLLM's KVCacheManager(watermark=0.0)."""
+
+    @field_validator("step_time")
+    @classmethod
+    def _known_step_time(cls, name: str) -> str:
+        return toml.one_of(name, [ROOFLINE, *(TABLE + table for table in catalog.step_tables())])
 
     @property
     def num_gpus(self) -> int:

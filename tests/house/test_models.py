@@ -39,7 +39,7 @@ def test_numbers_have_a_source_and_a_date(file):
 
 
 def test_there_are_models():
-    assert {path.parent.name for path in FILES} == {"llm", "devices"}
+    assert {path.parent.name for path in FILES} == {"llm", "devices", "step_times"}
 
 
 @pytest.mark.parametrize(
