@@ -23,7 +23,9 @@ class Compute(Sourced):
     """Peak dense rates of one GPU."""
 
     bf16_flops_per_s: PositiveCount
-    fp8_flops_per_s: PositiveCount
+    fp8_flops_per_s: PositiveCount | None = None
+    """None where there are no such units."""
+    fp4_flops_per_s: PositiveCount | None = None
 
 
 class Memory(Sourced):
@@ -37,8 +39,19 @@ class Network(Sourced):
     """Links of one GPU, per direction."""
 
     nvlink_bytes_per_s: PositiveCount
+    """Of PCIe where there is no NVLink."""
     nic_bytes_per_s: PositiveCount
     pcie_bytes_per_s: PositiveCount
+    gpus_per_node: PositiveCount
+
+
+class Host(Sourced):
+    """A CPU that shares its memory with its GPUs."""
+
+    memory_bytes: PositiveCount
+    gpus_per_cpu: PositiveCount
+    c2c_bytes_per_s: PositiveCount
+    """Between the CPU and all of its GPUs, per direction."""
 
 
 class Kernels(Sourced):
@@ -58,6 +71,8 @@ class Device(Table):
     compute: Compute
     memory: Memory
     network: Network
+    host: Host | None = None
+    """None where the host is any server behind PCIe."""
     kernels: Kernels
 
 
