@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -64,6 +64,10 @@ class Extents:
         """Those that hold a block of [start, end)."""
         extents = self._of.get(lineage)
         return extents[slice(*overlap(extents, start, end))] if extents else []
+
+    def held(self, lineage: Lineage, start: int, end: int) -> list[Run]:
+        """The blocks of [start, end) that are here, as sorted runs, which may touch."""
+        return [(max(start, extent.start), min(end, extent.end)) for extent in self.overlapping(lineage, start, end)]
 
     def add(self, lineage: Lineage, extent: Extent) -> None:
         """Blocks that nothing holds now."""
@@ -197,6 +201,19 @@ def pieces(group: GroupId, segments: Segments, runs: Runs) -> Iterator[Piece]:
             assert first <= start, (segments, runs)
             yield (group, stream), start, min(end, last)
             start = min(end, last)
+
+
+def split(absent: Sequence[Piece], num_blocks: int) -> tuple[list[Piece], Runs]:
+    """The first `num_blocks` blocks, and the runs of the rest."""
+    head: list[Piece] = []
+    rest: list[Run] = []
+    for lineage, start, end in absent:
+        cut = min(end, start + num_blocks)
+        num_blocks -= cut - start
+        if start < cut:
+            head.append((lineage, start, cut))
+        rest.append((cut, end))
+    return head, runs_of.normalize(rest)
 
 
 def _halves(extent: Extent, block: int) -> tuple[Extent, Extent]:

@@ -16,8 +16,9 @@ from kvcore.units import NS_PER_MS
 from kvsim.clock import PS_PER_NS
 from kvsim.config.pool import PoolConfig
 from kvsim.links.wiring import alone_block_ns, alone_latency_ns
+from kvsim.pool.pins import SoftPins
 from kvsim.pool.policy_pool import PolicyPool
-from kvsim.pool.store import MooncakePool, SoftPins
+from kvsim.pool.store import MooncakePool
 from kvsim.scenario import Scenario
 
 

@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from kvcore import runs as runs_of
 from kvcore.eviction.runs import Candidate, Line, Lineage, Piece, Reach, RunPolicy
 from kvcore.types import GroupId, Run, Runs, Segments
+from kvsim.pool.disks import Disks
 from kvsim.pool.extents import Extent, Extents, Mark, Rank, merged, pieces, rank_of
-from kvsim.pool.store import MooncakePool, SoftPins
+from kvsim.pool.memory import DEFAULT_CLIENT_TTL_NS, Memory
+from kvsim.pool.pins import SoftPins
+from kvsim.pool.store import MooncakePool
 
 
 class PolicyPool(MooncakePool):
@@ -17,17 +20,18 @@ class PolicyPool(MooncakePool):
 
     def __init__(
         self,
-        capacity_bytes: int,
+        memory: Memory | int,
         block_bytes: Sequence[int],
         lease_ttl_ns: int,
         eviction_high_watermark_ratio: float,
         eviction_ratio: float,
         soft_pins: SoftPins,
         policy: RunPolicy,
+        disks: Disks | None = None,
+        client_ttl_ns: int = DEFAULT_CLIENT_TTL_NS,
     ) -> None:
-        super().__init__(
-            capacity_bytes, block_bytes, lease_ttl_ns, eviction_high_watermark_ratio, eviction_ratio, soft_pins
-        )
+        ratios = eviction_high_watermark_ratio, eviction_ratio
+        super().__init__(memory, block_bytes, lease_ttl_ns, *ratios, soft_pins, disks, client_ttl_ns)
         self._policy = policy
         self._extents = LinedExtents(policy.line)
 
@@ -49,10 +53,13 @@ class PolicyPool(MooncakePool):
         super()._tick(now_ns)
         self._policy.arrive(self._grants)
 
-    def _insert(self, group: GroupId, segments: Segments, absent: Sequence[Piece], mark: Mark | None) -> None:
-        super()._insert(group, segments, absent, mark)
+    def _insert(
+        self, group: GroupId, segments: Segments, absent: Sequence[Piece], mark: Mark | None, writer: int | None
+    ) -> Runs:
+        refused = super()._insert(group, segments, absent, mark, writer)
         self._policy.use(absent)
         self._reach(group, segments, runs_of.normalize((start, end) for _, start, end in absent), self._now_ns)
+        return refused
 
     def _reach(self, group: GroupId, segments: Segments, used: Runs, lease_ns: int) -> None:
         """Make young, and lease as long, what the policy says that these uses reach."""

@@ -6,113 +6,90 @@ Semantics of `mooncake_master` 0.3.13 (mooncake-store, `MasterService`), per obj
 - exists and get grant a lease of `lease_ttl_ns` to what they find; a leased object (now < lease) is never evicted;
 - above the high watermark, max(eviction_ratio, used_ratio - watermark + eviction_ratio) of all objects are evicted,
   those whose lease expired longest ago first, again and again until the watermark is reached;
-- a put that finds no space makes the master evict in the same way, and is refused when nothing can go;
-- a soft-pinned object goes only when the others did not reach max(share / 2, used_ratio - watermark) of all objects,
-  and then up to there; its pin begins with its put, ends after its TTL and is prolonged by nothing; a hard-pinned one
-  never goes; a put of an existing object pins nothing.
+- a put that finds no space makes the master evict in the same way, and is refused when nothing can go.
 
-Hints the master does not have: of objects pinned alike those of less priority go first; the end of a session turns what
-it pinned into ordinary cache (0.3.13 can only rewrite an object, with SoftPinAction.DISABLE, or remove it).
+Pins are those of `kvsim.pool.pins`. Where the master leaves the order to chance, this store decides: leases that expire
+at one instant go in the order they were granted, inside one grant from the tail of the sequence to its head, so that
+what stays is a usable prefix. Other differences: the master's eviction thread looks every 10 ms, here it acts between
+two calls; a put takes its space when it is complete, not when it starts (a writer calls `put` when its bytes have
+arrived). What other orders of eviction would do is in `kvsim.pool.policy_pool`.
 
-Where the master leaves the order to chance, this store decides: leases that expire at one instant go in the order they
-were granted, and inside one grant from the tail of the sequence to its head, so that what stays is a usable prefix.
-Other differences: the master's eviction thread looks every 10 ms, here it acts between two calls; a put takes its
-space when it is complete, not when it starts (a writer calls `put` when its bytes have arrived). What other orders of
-eviction would do is in `kvsim.pool.policy_pool`.
+Where the bytes are is the business of `kvsim.pool.memory`, what is on disk that of `kvsim.pool.disks`. An object exists
+while it is in either; eviction takes all its copies in memory at once. docs/POOL.md has every parameter.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from fractions import Fraction
-from heapq import heappop, heappush
 
 from kvcore import runs as runs_of
 from kvcore.eviction.runs import Lineage, Piece
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.types import GroupId, Run, Runs, Segments
-from kvcore.units import NS_PER_S
 from kvsim.clock import PS_PER_NS
-from kvsim.pool.extents import Extent, Extents, Mark, merged, pieces
-
-DEFAULT_SOFT_PIN_TTL_NS = 1_800 * NS_PER_S
-"""`default_kv_soft_pin_ttl` of the master."""
-
-
-class SoftPins(Enum):
-    """The master's `allow_evict_soft_pinned_objects`."""
-
-    GO_LAST = "true"
-    STAY = "false"
-
-
-@dataclass(slots=True)
-class PoolCounters:
-    """What happened to a pool, in objects unless said otherwise."""
-
-    lookups: int = 0
-    """Calls of exists."""
-    asked: int = 0
-    """Keys that exists was asked for."""
-    found: int = 0
-    """Keys that exists found."""
-    got: int = 0
-    """Keys that get found."""
-    late: int = 0
-    """Keys that get was asked for and that were gone."""
-    put: int = 0
-    rejected: int = 0
-    """Puts refused for want of space."""
-    removed: int = 0
-    evicted: int = 0
-    evicted_pinned: int = 0
-    """Of these, those that were soft-pinned."""
-    evictions: int = 0
-    """Passes that evicted something."""
+from kvsim.pool.counters import PoolCounters
+from kvsim.pool.disks import Disks, Offload, Unwritten
+from kvsim.pool.extents import Extent, Extents, Mark, merged, pieces, split
+from kvsim.pool.memory import DEFAULT_CLIENT_TTL_NS, Memory, SegmentedMemory
+from kvsim.pool.pins import Pins, SoftPins
+from kvsim.pool.places import phase
+from kvsim.pool.sources import Source, Tier, reachable, read_from
 
 
 class MooncakePool:
-    """`capacity_bytes` of host memory shared by all instances; a block of group g takes `block_bytes[g]`.
+    """`memory` shared by all instances, with `disks` below it if any; a block of group g takes `block_bytes[g]`.
 
     `segments` name the content of a sequence's blocks and cover every block of `runs`, which are positions in that
-    sequence. Time never runs backwards. Every call is linear in the extents it touches, never in blocks.
+    sequence. Time never runs backwards. Every call is linear in the extents it touches, never in blocks, but for what
+    follows the loss of a client that held some blocks of a run and not others.
     """
 
     def __init__(
         self,
-        capacity_bytes: int,
+        memory: Memory | int,
         block_bytes: Sequence[int],
         lease_ttl_ns: int,
         eviction_high_watermark_ratio: float,
         eviction_ratio: float,
         soft_pins: SoftPins = SoftPins.GO_LAST,
+        disks: Disks | None = None,
+        client_ttl_ns: int = DEFAULT_CLIENT_TTL_NS,
     ) -> None:
-        assert capacity_bytes > 0 and all(size > 0 for size in block_bytes), (capacity_bytes, block_bytes)
-        self._capacity_bytes = capacity_bytes
         self._block_bytes = tuple(block_bytes)
+        self._memory = Memory(memory, self._block_bytes) if isinstance(memory, int) else memory
+        assert self._memory.capacity_bytes > 0 and all(size > 0 for size in block_bytes), (memory, block_bytes)
+        self._disks = disks
         self._lease_ttl_ns = lease_ttl_ns
         # The decimal the user wrote, exactly.
         self._watermark = Fraction(str(eviction_high_watermark_ratio))
         self._eviction_ratio = Fraction(str(eviction_ratio))
-        self._watermark_bytes = int(capacity_bytes * self._watermark)
+        self._watermark_bytes = int(self._memory.capacity_bytes * self._watermark)
         self._extents = Extents()
         self._soft_pins = soft_pins
-        self._pin_ends: list[tuple[int, Lineage]] = []  # heap
-        self._pinned_by: dict[str, set[Lineage]] = {}
-        self._ended: set[str] = set()
+        self._pins = Pins()
         self._may_overstay = False
+        self._client_ttl_ns = client_ttl_ns
         self._grants = 0
         self._now_ns = 0
         self.num_objects = 0
-        self.used_bytes = 0
+        """Objects in memory."""
         self.counters = PoolCounters()
         self.record_fill: Callable[[int, int], None] | None = None
         """Told (time_ps, used_bytes) after every put."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Of memory, by all copies."""
+        return self._memory.used_bytes
 
     def exists(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:
         """The blocks of `runs` that are here; each is leased until `now_ns` + the lease time."""
         self._tick(now_ns)
         found = self._grant_found(group, segments, runs)
+        if self._disks is not None:
+            on_disk = self._on_disk(group, segments, runs_of.subtract(runs, found))
+            self.counters.found_on_disk += runs_of.num_blocks(on_disk)
+            found = runs_of.union(found, on_disk)
         self.counters.lookups += 1
         self.counters.asked += runs_of.num_blocks(runs)
         self.counters.found += runs_of.num_blocks(found)
@@ -120,18 +97,51 @@ class MooncakePool:
 
     def holds(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
         """The blocks of `runs` that are here, as whoever follows the master's events knows: no lease, not counted."""
-        return self._found(group, segments, runs)
+        return runs_of.union(*self.tiers(group, segments, runs).values())
+
+    def tiers(self, group: GroupId, segments: Segments, runs: Runs) -> dict[Tier, Runs]:
+        """The blocks of `runs` that are in each tier; one may be in both."""
+        on_disk = () if self._disks is None else self._on_disk(group, segments, runs)
+        return {Tier.MEMORY: self._found(group, segments, runs), Tier.DISK: on_disk}
 
     def get(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:
         """The blocks of `runs` that can be read now, leased anew; one that was promised and is gone is a late miss."""
         self._tick(now_ns)
         found = self._grant_found(group, segments, runs)
+        if self._disks is not None or self._memory.unreachable:
+            found = self._readable(group, segments, runs, found)
         num_found = runs_of.num_blocks(found)
         self.counters.got += num_found
         self.counters.late += runs_of.num_blocks(runs) - num_found
         return found
 
-    def put(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int, hints: Hints = NO_HINTS) -> Runs:
+    def sources(self, group: GroupId, segments: Segments, runs: Runs, reader: int | None = None) -> Counter[Source]:
+        """How many bytes a read of `runs`, all of which are here, gets from whom.
+
+        Memory before disk; a copy of the `reader`'s own before another. O(extents x segments).
+        """
+        size_bytes, read = self._block_bytes[group], Counter[Source]()
+        in_memory = self._found(group, segments, runs)
+        own = () if reader is None else self._memory.segments(reader)
+        tiers = [(Tier.MEMORY, in_memory, self._memory.places)]
+        if self._disks is not None:
+            tiers.append((Tier.DISK, runs_of.subtract(runs, in_memory), self._disks.places))
+        for tier, tier_runs, places in tiers:
+            for lineage, start, end in pieces(group, segments, tier_runs):
+                for place in places(lineage, start, end):
+                    for segment, count in read_from(place, phase(lineage), own, self._memory.unreachable).items():
+                        read[Source(self._memory.client(segment), tier)] += count * size_bytes
+        return read
+
+    def put(
+        self,
+        group: GroupId,
+        segments: Segments,
+        runs: Runs,
+        now_ns: int,
+        hints: Hints = NO_HINTS,
+        writer: int | None = None,
+    ) -> Runs:
         """Store the blocks of `runs`; returns those refused for want of space, the last ones of the sequence.
 
         Blocks that are here already stay as they are, pinned or not.
@@ -139,17 +149,16 @@ class MooncakePool:
         self._tick(now_ns)
         absent = list(self._absent(group, segments, runs))
         num_absent = sum([end - start for _, start, end in absent])
-        size_bytes = self._block_bytes[group]
-        while self._free_bytes() < num_absent * size_bytes and self._evict():
+        while (room := self._memory.room(group, num_absent, writer)) < num_absent and self._evict():
             pass
         rejected: Runs = ()
-        if self._free_bytes() < num_absent * size_bytes:
-            absent, rejected = _split(absent, self._free_bytes() // size_bytes)
-            self.counters.rejected += runs_of.num_blocks(rejected)
-        self._insert(group, segments, absent, self._mark(hints))
-        # This ends at or below the watermark, whatever is leased: at worst what was just put goes again, unless pinned.
-        while self.used_bytes > self._watermark_bytes and self._evict():
-            pass
+        if room < num_absent:
+            absent, rejected = split(absent, room)
+        refused = self._insert(group, segments, absent, self._pins.mark(hints, self._now_ns), writer)
+        if refused:
+            rejected = runs_of.union(rejected, refused)
+        self.counters.rejected += runs_of.num_blocks(rejected)
+        self._relieve()
         if self.record_fill is not None:
             self.record_fill(now_ns * PS_PER_NS, self.used_bytes)
         return rejected
@@ -161,45 +170,80 @@ class MooncakePool:
         for lineage, start, end in pieces(group, segments, runs):
             for extent in self._extents.cut(lineage, start, end):
                 removed.append((extent.start, extent.end))
-                self._account(lineage, -(extent.end - extent.start))
-        self.counters.removed += sum(end - start for start, end in removed)
-        return runs_of.normalize(removed)
+                self._leave(lineage, extent.start, extent.end)
+        gone = runs_of.normalize(removed)
+        if self._disks is not None:
+            on_disk = self._on_disk(group, segments, runs)
+            for lineage, start, end in pieces(group, segments, on_disk):
+                self._disks.remove(lineage, start, end)
+            self.counters.removed_from_disk += runs_of.num_blocks(runs_of.subtract(on_disk, gone))
+            gone = runs_of.union(gone, on_disk)
+        self.counters.removed += runs_of.num_blocks(gone)
+        return gone
+
+    def lose_client(self, client: int, now_ns: int) -> None:
+        """A client dies with its memory and its disk; the master believes in them for `client_ttl_ns` more.
+
+        Until then what it held exists, and cannot be read where it has no copy elsewhere.
+        """
+        self._tick(now_ns)
+        assert isinstance(self._memory, SegmentedMemory), "a loss needs segments"
+        self._memory.silence(client, now_ns + self._client_ttl_ns)
+
+    def mount(self, client: int, now_ns: int) -> None:
+        """A client lends an empty segment, at first or again."""
+        self._tick(now_ns)
+        assert isinstance(self._memory, SegmentedMemory), "a client that returns needs segments"
+        self._memory.mount(client)
+        self._resize()
 
     def end_session(self, session: str) -> None:
         """What it pinned is ordinary cache from the next put on, also what its stores under way will bring."""
-        self._ended.add(session)
-        for lineage in self._pinned_by.pop(session, ()):
-            self._extents.release(lineage, lambda mark: mark.session == session)
+        self._pins.end_session(session, self._extents)
 
     def audit(self) -> None:
         """Objects and bytes are conserved, extents are disjoint, and the eviction queue knows each of them."""
         self._extents.audit()
+        self._memory.audit()
         num_objects = used_bytes = 0
         for lineage, extent in self._extents:
             num_objects += extent.end - extent.start
-            used_bytes += (extent.end - extent.start) * self._block_bytes[lineage[0]]
-        assert (num_objects, used_bytes) == (self.num_objects, self.used_bytes)
-        bound_bytes = self._capacity_bytes if self._may_overstay else self._watermark_bytes
-        assert used_bytes <= bound_bytes, (used_bytes, bound_bytes)
-        gone = self.counters.evicted + self.counters.removed
-        assert self.counters.put == self.num_objects + gone, self.counters
+            for start, end, _, copies in self._memory.places(lineage, extent.start, extent.end):
+                used_bytes += (end - start) * copies * self._block_bytes[lineage[0]]
+        assert num_objects == self.num_objects
+        # What a dead client had is counted in places, and used by nobody.
+        assert used_bytes == self.used_bytes or (self.counters.lost and used_bytes > self.used_bytes), used_bytes
+        bound_bytes = self._memory.capacity_bytes if self._may_overstay else self._watermark_bytes
+        assert self.used_bytes <= bound_bytes, (used_bytes, bound_bytes)
+        counted = self.counters
+        gone = counted.evicted + counted.removed - counted.removed_from_disk + counted.lost
+        assert counted.put + counted.promoted == self.num_objects + gone, counted
+        if self._disks is not None:
+            self._disks.audit()
 
     def _tick(self, now_ns: int) -> None:
         assert now_ns >= self._now_ns, (now_ns, self._now_ns)
         self._now_ns = now_ns
         self._grants += 1
+        if self._memory.is_mourned(now_ns):
+            self._bury()
+        if self._disks is not None:
+            self._promote(self._disks)
 
     def _found(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
         """The blocks of `runs` that are here, without granting anything."""
-        found = [
-            (max(start, extent.start), min(end, extent.end))
-            for lineage, start, end in pieces(group, segments, runs)
-            for extent in self._extents.overlapping(lineage, start, end)
-        ]
-        return runs_of.normalize(found)
+        held = self._extents.held
+        return runs_of.normalize([run for piece in pieces(group, segments, runs) for run in held(*piece)])
+
+    def _on_disk(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
+        assert self._disks is not None
+        held = self._disks.held
+        return runs_of.normalize([run for piece in pieces(group, segments, runs) for run in held(*piece)])
 
     def _absent(self, group: GroupId, segments: Segments, runs: Runs) -> Iterator[Piece]:
         """The parts of `runs` that are not here, in the order of the sequence."""
+        if self._disks is not None:
+            runs = runs_of.subtract(runs, self._on_disk(group, segments, runs))
         for lineage, start, end in pieces(group, segments, runs):
             for extent in self._extents.overlapping(lineage, start, end):
                 if start < extent.start:
@@ -218,25 +262,59 @@ class MooncakePool:
                 found.append((first, last))
         return runs_of.normalize(found)
 
-    def _insert(self, group: GroupId, segments: Segments, absent: Sequence[Piece], mark: Mark | None) -> None:
+    def _readable(self, group: GroupId, segments: Segments, runs: Runs, in_memory: Runs) -> Runs:
+        """What of `runs` can be read: in memory with a client that lives, or on such a disk and into its buffer."""
+        gone = self._memory.unreachable
+        readable = reachable(pieces(group, segments, in_memory), self._memory.places, gone)
+        self.counters.unreadable += runs_of.num_blocks(in_memory) - runs_of.num_blocks(readable)
+        if self._disks is None:
+            return readable
+        on_disk = self._on_disk(group, segments, runs_of.subtract(runs, readable))
+        alive = reachable(pieces(group, segments, on_disk), self._disks.places, gone)
+        read = self._disks.read(list(pieces(group, segments, alive)))
+        staged = runs_of.normalize((start, end) for _, start, end in read)
+        self.counters.got_from_disk += runs_of.num_blocks(staged)
+        self.counters.unreadable += runs_of.num_blocks(runs_of.subtract(on_disk, alive))
+        self.counters.unstaged += runs_of.num_blocks(alive) - runs_of.num_blocks(staged)
+        return runs_of.union(readable, staged)
+
+    def _insert(
+        self, group: GroupId, segments: Segments, absent: Sequence[Piece], mark: Mark | None, writer: int | None
+    ) -> Runs:
+        """Put the pieces in memory; returns what found no room after all."""
+        refused: list[Run] = []
         for lineage, start, end in absent:
-            self._extents.add(lineage, Extent(start, end, self._now_ns, self._grants, mark))
+            filled = self._memory.fill(lineage, start, end, writer)
+            if filled < end:
+                refused.append((filled, end))
+            if start == filled:
+                continue
+            self._extents.add(lineage, Extent(start, filled, self._now_ns, self._grants, mark))
             if mark is not None and mark.pin is not Pin.NONE:
-                self._note_pin(lineage, mark)
-            self._account(lineage, end - start)
-            self.counters.put += end - start
+                self._may_overstay |= mark.pin is Pin.HARD or self._soft_pins is SoftPins.STAY
+                self._pins.note(lineage, mark)
+            self.num_objects += filled - start
+            self.counters.put += filled - start
+            if self._disks is not None and self._disks.offload is Offload.ON_PUT:
+                self._write(self._disks, lineage, start, filled)
+        return runs_of.normalize(refused)
 
-    def _account(self, lineage: Lineage, num_objects: int) -> None:
-        self.num_objects += num_objects
-        self.used_bytes += num_objects * self._block_bytes[lineage[0]]
+    def _leave(self, lineage: Lineage, start: int, end: int) -> None:
+        """Blocks whose extents are cut leave memory."""
+        self._memory.free(lineage, start, end)
+        self.num_objects -= end - start
 
-    def _free_bytes(self) -> int:
-        return self._capacity_bytes - self.used_bytes
+    def _relieve(self) -> None:
+        """Evict down to the watermark: at worst what was just put goes again, unless it may not."""
+        while self.used_bytes > self._watermark_bytes and self._evict():
+            pass
 
     def _evict(self) -> int:
         """Evict the share of objects the master would; returns how many had an expired lease and went."""
-        self._end_pins()
-        over = max(Fraction(0), Fraction(self.used_bytes, self._capacity_bytes) - self._watermark)
+        if not self.num_objects:
+            return 0
+        self._pins.expire(self._now_ns, self._extents)
+        over = max(Fraction(0), Fraction(self.used_bytes, self._memory.capacity_bytes) - self._watermark)
         share = self._eviction_ratio + over
         goal, least = _ceil_share(self.num_objects, share), _ceil_share(self.num_objects, max(share / 2, over))
         evicted = self._evict_expired(goal, Pin.NONE)
@@ -254,52 +332,69 @@ class MooncakePool:
                 _, negative_end, start, lineage = found
                 end = -negative_end
                 count = min(goal - evicted, end - start)
+                if self._disks is not None and not self._offload(self._disks, lineage, end - count, end):
+                    return evicted
                 self._extents.cut(lineage, end - count, end)
-                self._account(lineage, -count)
+                self._leave(lineage, end - count, end)
                 evicted += count
         return evicted
 
-    # --- pins ---
+    # --- disks ---
 
-    def _mark(self, hints: Hints) -> Mark | None:
-        if hints is NO_HINTS:
-            return None
-        mark = Mark(hints.pin, hints.priority, self._pin_end(hints), hints.session)
-        ends_at_once = mark.until_ns is not None and mark.until_ns <= self._now_ns
-        is_pinned = mark.pin is not Pin.NONE and hints.session not in self._ended and not ends_at_once
-        return mark if is_pinned else mark.released
+    def _offload(self, disks: Disks, lineage: Lineage, start: int, end: int) -> bool:
+        """Give to disk what leaves memory; False when it stays, because no disk takes all of it."""
+        if disks.offload is Offload.ON_PUT or self._write(disks, lineage, start, end):
+            return True
+        if disks.unwritten is Unwritten.GOES:
+            return True
+        self._may_overstay = True
+        for extent in self._extents.cut(lineage, start, end):
+            self._extents.add(lineage, extent)
+        return False
 
-    def _pin_end(self, hints: Hints) -> int | None:
-        if hints.pin is not Pin.SOFT:
-            return None
-        return self._now_ns + (DEFAULT_SOFT_PIN_TTL_NS if hints.ttl_ns is None else hints.ttl_ns)
+    def _write(self, disks: Disks, lineage: Lineage, start: int, end: int) -> bool:
+        """Whether all blocks [start, end) are on disk now."""
+        went = disks.num_evicted
+        self.counters.offloaded += disks.write(lineage, self._memory.places(lineage, start, end))
+        self.counters.evicted_from_disk += disks.num_evicted - went
+        return runs_of.normalize(disks.held(lineage, start, end)) == ((start, end),)
 
-    def _note_pin(self, lineage: Lineage, mark: Mark) -> None:
-        self._may_overstay |= mark.pin is Pin.HARD or self._soft_pins is SoftPins.STAY
-        if mark.until_ns is not None:
-            heappush(self._pin_ends, (mark.until_ns, lineage))
-        if mark.session is not None:
-            self._pinned_by.setdefault(mark.session, set()).add(lineage)
+    def _promote(self, disks: Disks) -> None:
+        """Copy to memory what has come to its turn and finds room there."""
+        promoted = 0
+        for lineage, start, end in disks.promoted(self._now_ns):
+            held = runs_of.normalize(self._extents.held(lineage, start, end))
+            for first, last in runs_of.subtract(((start, end),), held):
+                fits = first + self._memory.room(lineage[0], last - first, None)
+                filled = self._memory.fill(lineage, first, fits, None) if first < fits else first
+                if first < filled:
+                    self._extents.add(lineage, Extent(first, filled, self._now_ns, self._grants))
+                promoted += filled - first
+        self.num_objects += promoted
+        self.counters.promoted += promoted
+        if promoted:
+            self._relieve()
 
-    def _end_pins(self) -> None:
-        """Release the pins whose time is over; it matters to nobody before something is evicted."""
-        while self._pin_ends and self._pin_ends[0][0] <= self._now_ns:
-            _, lineage = heappop(self._pin_ends)
-            self._extents.release(lineage, lambda mark: mark.until_ns is not None and mark.until_ns <= self._now_ns)
+    # --- loss ---
+
+    def _bury(self) -> None:
+        """The master notices the clients that were not heard of for their time."""
+        assert isinstance(self._memory, SegmentedMemory)
+        for lineage, place in self._memory.unmount(self._now_ns):
+            for start, end in place.without(self._memory.gone, phase(lineage)):
+                self._extents.cut(lineage, start, end)
+                self._leave(lineage, start, end)
+                self.counters.lost += end - start
+        if self._disks is not None:
+            self.counters.lost_from_disk += self._disks.lose(self._memory.gone)
+        self._resize()
+
+    def _resize(self) -> None:
+        self._watermark_bytes = int(self._memory.capacity_bytes * self._watermark)
+        self._may_overstay = True
+        if self._disks is not None:
+            self._disks.num_clients = self._memory.num_clients
 
 
 def _ceil_share(num_objects: int, share: Fraction) -> int:
     return min(num_objects, -(-num_objects * share.numerator // share.denominator))
-
-
-def _split(absent: Sequence[Piece], num_blocks: int) -> tuple[list[Piece], Runs]:
-    """The first `num_blocks` blocks, and the runs of the rest."""
-    head: list[Piece] = []
-    rest: list[Run] = []
-    for lineage, start, end in absent:
-        cut = min(end, start + num_blocks)
-        num_blocks -= cut - start
-        if start < cut:
-            head.append((lineage, start, cut))
-        rest.append((cut, end))
-    return head, runs_of.normalize(rest)

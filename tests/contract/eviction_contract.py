@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from kvcore.hints import Pin
 from kvsim.pool.extents import Extents
-from kvsim.pool.store import MooncakePool, SoftPins
+from kvsim.pool.pins import SoftPins
+from kvsim.pool.store import MooncakePool
 from tests.kvsim.test_store import calls, contents
 from tests.kvsim.test_store_hints import HINTS, SHAPES
 

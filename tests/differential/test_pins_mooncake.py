@@ -7,7 +7,8 @@ import pytest
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.runs import num_blocks
 from kvcore.types import GroupId, StreamId
-from kvsim.pool.store import MooncakePool, SoftPins
+from kvsim.pool.pins import SoftPins
+from kvsim.pool.store import MooncakePool
 from tests.differential.mooncake_master import client_of_master
 
 BLOCK_BYTES = 64 << 10

@@ -14,8 +14,9 @@ from kvcore.eviction.runs import Reach
 from kvcore.eviction.session_aware import MAX_TURN, SessionAware, SessionAwareRuns
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.types import GroupId
+from kvsim.pool.pins import SoftPins
 from kvsim.pool.policy_pool import PolicyPool
-from kvsim.pool.store import MooncakePool, SoftPins
+from kvsim.pool.store import MooncakePool
 from tests.kvsim.test_store import SEQUENCES, BlockPool, calls, contents, sequence
 from tests.kvsim.test_store_hints import SCRIPTS, SHAPES, HintedBlocks, agree
 

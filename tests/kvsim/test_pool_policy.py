@@ -159,8 +159,8 @@ def test_what_a_session_pins_is_kept_until_it_ends():
     plain, pinned = finished_run(small), finished_run(small, "pool.session_pin=soft")
     assert plain.pool.store.counters.evicted > 0
     assert decisions_digest(pinned.decisions()) != decisions_digest(plain.decisions())
-    assert not pinned.pool.store._pinned_by, "every session has ended, and released what it pinned"
-    assert pinned.pool.store._ended == {str(session) for session in range(17)}
+    assert not pinned.pool.store._pins._by_session, "every session has ended, and released what it pinned"
+    assert pinned.pool.store._pins._ended == {str(session) for session in range(17)}
 
 
 def test_what_a_session_pins_hard_is_evicted_never_and_what_finds_no_room_is_refused():
@@ -169,7 +169,7 @@ def test_what_a_session_pins_hard_is_evicted_never_and_what_finds_no_room_is_ref
     assert plain.pool.store.counters.rejected == 0 < pinned.pool.store.counters.rejected
     assert pinned.pool.store.counters.evicted_pinned == 0
     assert pinned.pool.store.counters.evicted < plain.pool.store.counters.evicted
-    assert not pinned.pool.store._pinned_by, "every session has ended, and released what it pinned"
+    assert not pinned.pool.store._pins._by_session, "every session has ended, and released what it pinned"
 
 
 def test_sessions_take_priorities_in_turn_and_those_of_more_keep_more():

@@ -125,7 +125,7 @@ def test_time_never_runs_backwards():
 def test_audit_notices_a_lost_byte():
     store = pool()
     store.put(G, sequence((1, 10)), ((0, 10),), 0)
-    store.used_bytes -= 1
+    store._memory.used_bytes -= 1
     with pytest.raises(AssertionError):
         store.audit()
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kvcore import runs as runs_of
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.types import GroupId
-from kvsim.pool.store import DEFAULT_SOFT_PIN_TTL_NS, MooncakePool, SoftPins
+from kvsim.pool.pins import DEFAULT_SOFT_PIN_TTL_NS, SoftPins
+from kvsim.pool.store import MooncakePool
 from tests.kvsim.test_store import SEQUENCES, BlockPool, by_lease, calls, contents, sequence
 
 G = GroupId(0)
