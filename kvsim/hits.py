@@ -16,9 +16,9 @@ import numpy as np
 from kvcore.errors import require
 from kvcore.eviction.fifo import Fifo
 from kvcore.eviction.leaf_first import LeafFirst
-from kvcore.eviction.opt import OracleOpt
 from kvcore.eviction.policy import BoundedCache, EvictionPolicy
 from kvcore.eviction.session_aware import SessionAware
+from kvsim import clairvoyant
 from kvsim.workload.trace import Column, Trace
 
 Curve: TypeAlias = Callable[["Accesses", Sequence[int]], Iterator[Column]]
@@ -154,7 +154,8 @@ class Accesses:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Runs of blocks that were used before: request, its blocks [start, end), and the depth of the first in LRU order.
+    """Runs of blocks that were used before: request, its blocks [start, end) of a stream, the request that used them
+    last, and the depth of the first in LRU order.
 
     Depth is the number of distinct blocks used after a block's last use; inside a run it grows by one a block, along a
     prompt it never falls. LRU with room for C blocks holds exactly the blocks of depth < C: one pass, all capacities.
@@ -163,6 +164,8 @@ class Reuse:
 
     num_requests: int
     request: Column
+    before: Column
+    stream: Column
     start: Column
     end: Column
     depth_blocks: Column
@@ -187,7 +190,7 @@ def _reuse(accesses: Accesses) -> Reuse:
     """
     others = _Counts(accesses.trace.num_requests)
     users: dict[int, list[tuple[int, int]]] = {}  # stream -> (end, last user) of its intervals, deepest first
-    found: list[tuple[int, int, int, int]] = []
+    found: list[tuple[int, int, int, int, int, int]] = []
     now = used_blocks = 0
     columns = (accesses.request, accesses.stream, accesses.start, accesses.end)
     for request, stream, start, end in zip(*(column.tolist() for column in columns), strict=True):
@@ -199,15 +202,14 @@ def _reuse(accesses: Accesses) -> Reuse:
         while intervals and block < end:
             interval_end, user = intervals[-1]
             stop = min(interval_end, end)
-            found.append((request, block, stop, block + others.after(user)))
+            found.append((request, user, stream, block, stop, block + others.after(user)))
             others.add(user, block - stop)
             if interval_end <= end:
                 intervals.pop()
             block = stop
         intervals.append((end, request))
         used_blocks = end
-    request_of, starts, ends, depths = np.array(found, dtype=np.int64).reshape(-1, 4).T
-    return Reuse(accesses.trace.num_requests, request_of, starts, ends, depths)
+    return Reuse(accesses.trace.num_requests, *np.array(found, dtype=np.int64).reshape(-1, 6).T)
 
 
 class _Counts:
@@ -252,11 +254,17 @@ def replayed(policy: Callable[[], EvictionPolicy[int]]) -> Curve:
     return curve
 
 
-def oracle_opt_curve(accesses: Accesses, capacities_blocks: Sequence[int]) -> Iterator[Column]:
+def opt_curve(accesses: Accesses, capacities_blocks: Sequence[int]) -> Iterator[Column]:
     """Belady's bound: it is told the whole trace."""
-    uses = [key for prompt in accesses.prompts() for key in prompt]
-    for capacity_blocks in capacities_blocks:
-        yield _replay(accesses, BoundedCache(capacity_blocks, OracleOpt(uses)))
+    seen = accesses.seen
+    runs = zip(accesses.request.tolist(), _stream_runs(accesses), strict=True)
+    reuses = zip(seen.request.tolist(), seen.before.tolist(), _stream_runs(seen), strict=True)
+    coming = clairvoyant.future(accesses.trace.num_requests, runs, reuses)
+    return (clairvoyant.hit_blocks(coming, capacity_blocks) for capacity_blocks in capacities_blocks)
+
+
+def _stream_runs(of: "Accesses | Reuse") -> Iterator[clairvoyant.StreamRun]:
+    return zip(of.stream.tolist(), of.start.tolist(), of.end.tolist(), strict=True)
 
 
 def _replay(accesses: Accesses, cache: BoundedCache[int]) -> Column:
@@ -268,6 +276,6 @@ CURVES: Mapping[str, Curve] = {
     "fifo": replayed(Fifo),
     "leaf": replayed(LeafFirst),
     "session": replayed(SessionAware),
-    "opt": oracle_opt_curve,
+    "opt": opt_curve,
 }
 """Policies by their name on the command line. A new one: a file in kvcore/eviction and an entry here."""

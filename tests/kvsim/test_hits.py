@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvcore.errors import InvalidArgument
 from kvcore.eviction.fifo import Fifo
 from kvcore.eviction.lru import Lru
+from kvcore.eviction.opt import OracleOpt
 from kvcore.eviction.policy import Order
 from kvsim.hits import CURVES, Accesses, CapacityHits, hits, replayed
 from kvsim.workload import mooncake
@@ -59,6 +60,26 @@ def test_one_pass_gives_what_a_cache_of_every_capacity_gives(requests):
     for left, right in zip(at_once(accesses, capacities_blocks), one_by_one(accesses, capacities_blocks), strict=True):
         assert left.tolist() == right.tolist()
     assert accesses.seen.blocks_within(accesses.num_blocks).tolist() == seen_before(requests)
+
+
+def oracle(accesses):
+    """The clairvoyant policy, told every coming use of a block."""
+    uses = [key for prompt in accesses.prompts() for key in prompt]
+    return replayed(lambda: OracleOpt(uses))
+
+
+@given(prompts)
+def test_the_clairvoyant_bound_on_runs_is_the_one_on_blocks(requests):
+    accesses = Accesses(trace_of(requests))
+    capacities_blocks = range(1, accesses.num_blocks + 2)
+    on_runs, on_blocks = CURVES["opt"], oracle(accesses)
+    for left, right in zip(on_runs(accesses, capacities_blocks), on_blocks(accesses, capacities_blocks), strict=True):
+        assert left.tolist() == right.tolist()
+
+
+def test_that_comparison_rejects_a_policy_that_does_not_know_what_comes():
+    accesses = Accesses(trace_of([(0, 0, 0), (0, 1), (0, 0, 0), (0, 2), (0, 0, 0)]))
+    assert not np.array_equal(*(list(curve(accesses, [2, 3])) for curve in (CURVES["opt"], replayed(Lru))))
 
 
 class RootFirstLru(Lru[int]):
