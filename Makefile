@@ -21,6 +21,7 @@ demo-connector: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory $(VENV)/.engine || echo "make: no engine here; its tests are skipped and counted" >&2
+	@.ci/install-browser || echo "make: no browser here; its tests are skipped and counted" >&2
 	@$(BIN)/python -m pytest --hypothesis-profile=ci -q
 
 check: $(VENV)/.dev

@@ -45,20 +45,20 @@ class CapacityCurve:
 def capacity_curve(trace: Trace, block_size: int, is_served: npt.NDArray[np.bool_]) -> CapacityCurve:
     """The curve of the requests that are served, in blocks of `block_size` tokens."""
     accesses = SequenceAccesses(trace, block_size, is_served)
-    every, halves = _capacities(accesses.num_blocks, 2), _capacities(accesses.num_blocks, 1)
+    capacities_blocks = _capacities(accesses.num_blocks)
     return CapacityCurve(
         block_size=block_size,
         prompt_tokens=int(trace.input_len[is_served].sum()),
         distinct_blocks=accesses.num_blocks,
         infinite_hit_tokens=accesses.tokens(accesses.seen.blocks_within(accesses.num_blocks)).hit_tokens,
-        lru=_points(accesses, "lru", every),
-        opt=_points(accesses, "opt", halves),
+        lru=_points(accesses, "lru", capacities_blocks),
+        opt=_points(accesses, "opt", capacities_blocks),
     )
 
 
-def _capacities(num_blocks: int, per_halving: int) -> list[int]:
-    """Ascending, each once."""
-    found = {round(num_blocks / 2 ** (step / per_halving)) for step in range(NUM_HALVINGS * per_halving + 1)}
+def _capacities(num_blocks: int) -> list[int]:
+    """Ascending, each once; two for each halving."""
+    found = {round(num_blocks / 2 ** (step / 2)) for step in range(2 * NUM_HALVINGS + 1)}
     return sorted(found - {0})
 
 

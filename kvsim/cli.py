@@ -1,4 +1,4 @@
-"""The command line: `kvsim run`, `hits`, `trace`, `scenarios`, `demo`.
+"""The command line: `kvsim run`, `report`, `hits`, `trace`, `scenarios`, `demo`.
 
 Results on standard output (a table, or with --json exactly one JSON document), everything else on standard error.
 Exit codes: 0; 1 when no request completed, when what was to be written could not be, or for a bug (with its traceback);
@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from kvsim.demo_command import demo
 from kvsim.document import Document, to_json
 from kvsim.generate_command import generate
 from kvsim.options import format_option, json_option, no_cache_option, time_unit_option, trace_argument
+from kvsim.report_command import report
 from kvsim.trace_commands import convert
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from kvsim.workload.trace import Trace
 
 FAST, VLLM = "fast", "vllm"
-DEMO = ("nopool-16", "pool-16")
 
 
 def main() -> None:
@@ -90,12 +91,13 @@ def run(
         config = load_scenario(scenario, overrides, trace, trace_format, time_unit)
         simulate = engine_for(engine, config)
         folder = None if out is None else results.claim(os.path.expanduser(out))
-        simulation = simulate(config, load_workload(config, no_cache))
+        requests = load_workload(config, no_cache)
+        simulation = simulate(config, requests)
     run_to_end(simulation, as_json)
     result = results.document(simulation, engine, process_age_s)
     try:
         if folder is not None:
-            write_out(folder, simulation, result)
+            write_out(folder, simulation, result, requests)
     finally:
         show(result, "run", as_json)
     if not result["requests_completed"]:
@@ -173,19 +175,8 @@ def scenarios(as_json: bool) -> None:
     show(scenario.scenarios(), "scenarios", as_json)
 
 
-@app.command()
-def demo() -> None:
-    """The shipped scenarios, without a pool and with one."""
-    from kvsim import results, tables
-    from kvsim.run import simulation
-
-    compared = []
-    for name in DEMO:
-        config = load_scenario(name, [], None, None, None)
-        running = simulation(config, load_workload(config, no_cache=True))
-        run_to_end(running, as_json=False)
-        compared.append(results.document(running, FAST, process_age_s))
-    tables.console().print(tables.comparison(*compared))
+app.add_command(report)
+app.add_command(demo)
 
 
 # --- input ------------------------------------------------------------------------------------------------------------
@@ -299,12 +290,12 @@ def run_to_end(simulation: "Simulation", as_json: bool) -> None:
     gc.freeze()  # what is left is no garbage: at exit nobody need look for it
 
 
-def write_out(folder: Path, simulation: "Simulation", result: Document) -> None:
+def write_out(folder: Path, simulation: "Simulation", result: Document, trace: "Trace") -> None:
     """Write the result into the folder."""
     from kvsim import results
 
     with failing_in_one_line(f"--out = {str(folder)!r}"):
-        results.write(folder, simulation, result)
+        results.write(folder, simulation, result, trace)
 
 
 @contextmanager

@@ -100,15 +100,18 @@ class Columns:
 class Events:
     """A log as columns: a copy, so that the log may grow."""
 
-    def __init__(self, log: EventLog) -> None:
-        rows = np.array(log.rows, dtype=np.int64).reshape(-1, EventLog.WIDTH)
-        self.all = Columns(*rows.T)
+    def __init__(self, log: EventLog | Columns) -> None:
+        self.all = log if isinstance(log, Columns) else _columns(log)
 
     def of(self, kind: Kind) -> Columns:
         """The events of one kind."""
         chosen = self.all.kind == kind
         every = self.all
         return Columns(*(column[chosen] for column in (every.time_ps, every.kind, every.request, every.a, every.b)))
+
+
+def _columns(log: EventLog) -> Columns:
+    return Columns(*np.array(log.rows, dtype=np.int64).reshape(-1, EventLog.WIDTH).T)
 
 
 class Requests:
@@ -138,31 +141,33 @@ class Requests:
         if not prompt_tokens:
             return None, None
         local = int(self.events.of(Kind.ADMITTED).a.sum())
-        return local / prompt_tokens, int(self._external_hit_len().sum()) / prompt_tokens
+        return local / prompt_tokens, int(self.external_hit_len().sum()) / prompt_tokens
 
     def ttft_ps(self) -> Column:
         """Arrival to first token, of those that have one."""
-        waited = self._time_ps(Kind.FIRST_TOKEN) - self._time_ps(Kind.ARRIVED)
+        waited = self.time_ps(Kind.FIRST_TOKEN) - self.time_ps(Kind.ARRIVED)
         return waited[self._is_in(Kind.FIRST_TOKEN)]
 
     def tpot_ps(self) -> npt.NDArray[np.float64]:
         """Time per output token after the first, of completed requests with at least two."""
-        decoded_ps = self._time_ps(Kind.FINISHED) - self._time_ps(Kind.FIRST_TOKEN)
+        decoded_ps = self.time_ps(Kind.FINISHED) - self.time_ps(Kind.FIRST_TOKEN)
         counted = self.is_finished & (self.output_len >= 2)
         per_token_ps: npt.NDArray[np.float64] = decoded_ps[counted] / (self.output_len[counted] - 1)
         return per_token_ps
 
     def e2e_ps(self) -> Column:
         """Arrival to completion, of those that completed."""
-        return (self._time_ps(Kind.FINISHED) - self._time_ps(Kind.ARRIVED))[self.is_finished]
+        return (self.time_ps(Kind.FINISHED) - self.time_ps(Kind.ARRIVED))[self.is_finished]
 
-    def _external_hit_len(self) -> Column:
-        """Tokens that the load of each first admission left valid beyond the local hit; 0 where nothing was granted."""
+    def external_hit_len(self) -> Column:
+        """Tokens that the load of each first admission left valid beyond the local hit, in the order of admissions; 0
+        where nothing was granted."""
         admitted, loaded = self.events.of(Kind.ADMITTED), self.events.of(Kind.LOADED)
         valid_len = self._first(loaded.request, loaded.a)[admitted.request]
         return np.where(admitted.b > 0, np.maximum(valid_len - admitted.a, 0), 0)
 
-    def _time_ps(self, kind: Kind) -> Column:
+    def time_ps(self, kind: Kind) -> Column:
+        """When it first happened to each request; 0 where it never did."""
         events = self.events.of(kind)
         return self._first(events.request, events.time_ps)
 

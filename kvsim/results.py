@@ -6,16 +6,15 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
-import numpy as np
-
 from kvcore.errors import InvalidArgument
 from kvsim import invariants
 from kvsim.config.workload import TraceWorkload
-from kvsim.document import Document, to_json
-from kvsim.events import EventLog, Kind
-from kvsim.metrics import Events, measure
+from kvsim.document import Document
+from kvsim.events import EventLog
+from kvsim.metrics import measure
 from kvsim.run import SharedPool, Simulation, decisions_digest
 from kvsim.scenario import Scenario
+from kvsim.workload.trace import Trace
 
 OUT_EXPECTED = "a new or empty folder; nothing is ever overwritten"
 
@@ -71,24 +70,11 @@ def claim(path: str) -> Path:
     return folder
 
 
-def write(folder: Path, simulation: Simulation, result: Document) -> None:
-    """Write scenario.toml (a run of it gives this result again), metrics.json and events.npz; raises OSError.
+def write(folder: Path, simulation: Simulation, result: Document, trace: Trace) -> None:
+    """Write the folder that `kvsim.result_folder` describes; raises OSError."""
+    from kvsim import result_folder
 
-    events.npz has the columns time_ps, kind, request, a, b of `kvsim.events`, and the names of the kinds.
-    """
-    (folder / "scenario.toml").write_text(scenario_toml(simulation.scenario), encoding="utf-8")
-    (folder / "metrics.json").write_text(to_json(result), encoding="utf-8")
-    every = Events(simulation.log).all
-    names = np.array([kind.name for kind in Kind])
-    np.savez_compressed(
-        folder / "events.npz",
-        time_ps=every.time_ps,
-        kind=every.kind,
-        request=every.request,
-        a=every.a,
-        b=every.b,
-        kind_names=names,
-    )
+    result_folder.write(folder, simulation, result, trace, scenario_toml(simulation.scenario))
 
 
 def scenario_toml(scenario: Scenario) -> str:

@@ -231,7 +231,7 @@ def _record_pool(pool: SharedPool, capacity_bytes: int, usage: Usage) -> None:
     pool.store.record_fill = usage.record_memory(MemoryInfo("pool memory", capacity_bytes))
     for index, path in enumerate(pool.paths):
         for kind, link in path.links():
-            link.record = usage.record_link(LinkInfo(kind, index, link.bandwidth_bytes_per_s))
+            link.record = usage.record_link(LinkInfo(kind, index, link.bandwidth_bytes_per_s, link.full_when_busy))
 
 
 def _sessions(pool: PoolConfig, trace: Trace, capacity_tokens: int) -> Sessions:

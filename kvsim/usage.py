@@ -21,6 +21,8 @@ class LinkInfo:
     kind: str
     instance: int
     bandwidth_bytes_per_s: int
+    full_when_busy: bool = True
+    """Whether any transfer alone takes all of it; a link of a route may wait for the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ class Drive:
     `moved_bytes` and `read_bytes` (of complete ones), `busy_ps` (time with a transfer under way).
     """
 
+    full_when_busy = True
+
     def __init__(self, clock: Clock, num_drives: int, reading: Speed, writing: Speed) -> None:
         self._reading = reading
         self._writing = writing

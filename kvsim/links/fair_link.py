@@ -28,6 +28,8 @@ class FairLink:
     with an active transfer), `num_busy_periods`.
     """
 
+    full_when_busy = True
+
     def __init__(self, clock: Clock, latency_ps: int, bandwidth_bytes_per_s: int) -> None:
         assert latency_ps >= 0 and bandwidth_bytes_per_s > 0, (latency_ps, bandwidth_bytes_per_s)
         self._clock = clock

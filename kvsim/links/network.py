@@ -38,6 +38,8 @@ class Link:
     `busy_ps` (time with an active transfer).
     """
 
+    full_when_busy = False
+
     def __init__(self, name: str, bandwidth_bytes_per_s: int) -> None:
         assert bandwidth_bytes_per_s > 0, (name, bandwidth_bytes_per_s)
         self.name = name

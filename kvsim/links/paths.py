@@ -18,6 +18,8 @@ class SharedLink(Protocol):
     """A link or drive: what it tells of itself."""
 
     bandwidth_bytes_per_s: int
+    full_when_busy: bool
+    """Whether any transfer alone takes all of it; a link of a route may wait for the others."""
     record: RecordTransfer | None
     entered_bytes: int
     moved_bytes: int

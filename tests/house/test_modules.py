@@ -17,7 +17,7 @@ METADATA = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"
 EXTRA_OF = {"kvcore": ("xxhash",), "kvconnector": ("connector", "xxhash"), "kvsim": ("sim",)}
 ENGINE = {"vllm", "torch", "mooncake"}
 COMES_WITH_ENGINE = {"safetensors", "transformers"}
-COMES_WITH = {"vllm": "torch", "pydantic": "pydantic_core"}
+COMES_WITH = {"vllm": "torch", "pydantic": "pydantic_core", "jinja2": "markupsafe"}
 
 
 def entry_points() -> set[str]:

@@ -7,12 +7,11 @@ import sys
 import time
 from typing import get_args
 
-import numpy as np
 import pytest
+from pyarrow import parquet
 
 from kvsim.cli import one_line
 from kvsim.config.workload import TraceWorkload
-from kvsim.events import Kind
 from kvsim.options import FORMATS, TIME_UNITS
 from kvsim.workload import fields, load
 from tests.kvsim.command import document, inside, kvsim, mooncake, refused
@@ -225,11 +224,10 @@ def test_out_holds_the_result_and_its_scenario_gives_it_again(tiny, trace, tmp_p
     out = tmp_path / "deep" / "out"
     report = json.loads(result.stdout)
     assert json.loads((out / "metrics.json").read_text()) == report
-    with np.load(out / "events.npz") as events:
-        assert set(events) == {"time_ps", "kind", "request", "a", "b", "kind_names"}
-        assert {len(events[name]) for name in ("time_ps", "kind", "request", "a", "b")} == {report["events"]}
-        assert events["kind_names"].tolist() == [kind.name for kind in Kind]
-        assert (events["kind"] == Kind.FINISHED).sum() == 2
+    events = parquet.read_table(out / "events.parquet")
+    assert events.column_names == ["time_ps", "kind", "request", "a", "b"]
+    assert events.num_rows == report["events"]
+    assert events.column("kind").to_pylist().count("FINISHED") == 2
     again = document("run", out / "scenario.toml")
     assert (again["digest"], again["seed"]) == (report["digest"], 3)
 

@@ -8,10 +8,10 @@ from kvcore.eviction.lru import LruRuns
 from kvcore.eviction.session_aware import SessionAwareRuns
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.loading import LoadAlways, LoadCheaper, LoadInTime
-from kvsim.cli import DEMO
 from kvsim.clock import PS_PER_NS
 from kvsim.config.pool import ADMISSIONS, EVICTIONS, LOADINGS
 from kvsim.cost.roofline import Roofline
+from kvsim.demo_command import DEMO
 from kvsim.invariants import check
 from kvsim.metrics import measure
 from kvsim.pool.policy import make_costs, make_planner, make_policy

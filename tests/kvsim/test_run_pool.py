@@ -4,8 +4,8 @@ import gc
 
 import pytest
 
-from kvsim.cli import DEMO
 from kvsim.config.workload import TraceWorkload
+from kvsim.demo_command import DEMO
 from kvsim.invariants import check
 from kvsim.metrics import measure
 from kvsim.run import decisions_digest, simulation
