@@ -45,20 +45,14 @@ class NetworkConfig(Table):
     object_ns: Count = 1_000
     """Time of the thread that asks where an object lies: what one key more costs in `pool.lookup_per_key_ns`."""
     request_ns: Count = 322
-    """Time of the thread that posts a request to a NIC: 207,360 took 66.9 ms (guide of Mooncake's tebench, 4.4)."""
+    """Time of a rank's thread to post one request, while others move: 207,360 took 66.9 ms (Mooncake's tebench guide,
+    4.4)."""
     pieces_per_block: PositiveCount | None = None
-    """Contiguous pieces of a rank's GPU memory that a block lies in; by default one for each layer."""
+    """Contiguous pieces of a rank's GPU memory that a block lies in; by default one for each layer. A request each."""
     load_threads: PositiveCount = 1
     """Of an instance, each with one load at a time (ranks work side by side): VLLM_MOONCAKE_LOAD_RECV_THREADS."""
     store_threads: PositiveCount = 1
     """vLLM's store connector has one sending thread."""
-
-    def nic_rate(self, device_bytes_per_s: int) -> int:
-        """Payload of one NIC, given the line rate of the device's."""
-        line_rate = device_bytes_per_s if self.nic_bytes_per_s is None else self.nic_bytes_per_s
-        rate = share_of(line_rate, self.nic_efficiency)
-        is_held = self.gpudirect and self.nic_gpu_bytes_per_s is not None
-        return min(rate, self.nic_gpu_bytes_per_s) if is_held and self.nic_gpu_bytes_per_s else rate
 
 
 class HostConfig(Table):

@@ -59,9 +59,9 @@ class Packing(NamedTuple):
         return Parcel(size_bytes, sum(counts), num_pieces)
 
 
-def num_slices(parcel: Parcel, slice_bytes: int) -> int:
-    """In how many requests to a NIC it goes: each piece for itself, and none longer than a slice."""
+def num_requests(parcel: Parcel, slice_bytes: int, num_ranks: int) -> int:
+    """How many requests each rank posts for its share: one for each piece, and more where a piece exceeds a slice."""
     if not parcel.num_pieces:
         return 0
-    piece_bytes = div_ceil(parcel.size_bytes, parcel.num_pieces)
+    piece_bytes = div_ceil(parcel.size_bytes, parcel.num_pieces * num_ranks)
     return parcel.num_pieces * max(1, div_ceil(piece_bytes, slice_bytes))

@@ -10,7 +10,7 @@ from kvsim.clock import PS_PER_S, Action, Clock
 from kvsim.links.drive import Drive
 from kvsim.links.fair_link import FairLink
 from kvsim.links.network import Link, Network, Route
-from kvsim.links.parcel import Parcel, Site, Tier, num_slices
+from kvsim.links.parcel import Parcel, Site, Tier, num_requests
 from kvsim.usage import RecordTransfer
 
 
@@ -116,6 +116,7 @@ class Costs:
     host_latency_ps: int
     object_ps: int
     request_ps: int
+    num_ranks: int
     slice_bytes: int
     rail_bytes_per_s: int
     """Of one NIC."""
@@ -158,10 +159,8 @@ class NetworkPath:
         self._move(self._route_to(site), parcel, done)
 
     def thread_ps(self, site: Site, parcel: Parcel) -> int:
-        """Each object is looked up unless it is the instance's own, each slice is posted."""
-        num_requests = num_slices(parcel, self._costs.slice_bytes)
-        num_objects = 0 if site.tier is Tier.HOST else parcel.num_objects
-        return num_objects * self._costs.object_ps + num_requests * self._costs.request_ps
+        """Each object is looked up, unless it is in the private cache."""
+        return 0 if site.tier is Tier.HOST else parcel.num_objects * self._costs.object_ps
 
     def links(self) -> Iterator[tuple[str, SharedLink]]:
         """See `Path.links`; the switches are the first instance's."""
@@ -212,14 +211,20 @@ class NetworkPath:
         costs, is_remote = self._costs, len(route) > 1
         is_staged = is_remote and costs.staging_chunk_bytes is not None
         done = partial(self._unstage, parcel, on_done) if is_staged else on_done
-        bound = self._bound(parcel) if is_remote else None
+        bound = self._bound(parcel, costs.num_rails if is_remote else 0)
         begin = partial(self._network.transfer, route, parcel.size_bytes, done, bound)
         self._clock.after(costs.latency_ps if is_remote else costs.host_latency_ps, begin)
 
-    def _bound(self, parcel: Parcel) -> int | None:
-        """Fewer requests than NICs leave some of these idle."""
-        num_requests = max(1, num_slices(parcel, self._costs.slice_bytes))
-        return None if num_requests >= self._costs.num_rails else num_requests * self._costs.rail_bytes_per_s
+    def _bound(self, parcel: Parcel, num_rails: int) -> int | None:
+        """No faster than its ranks post requests; and fewer requests than NICs leave some of these idle."""
+        costs = self._costs
+        per_rank = num_requests(parcel, costs.slice_bytes, costs.num_ranks)
+        posting_ps = per_rank * costs.request_ps
+        posted = max(1, parcel.size_bytes * PS_PER_S // posting_ps) if posting_ps else None
+        if per_rank * costs.num_ranks >= num_rails:
+            return posted
+        railed = max(1, per_rank * costs.num_ranks) * costs.rail_bytes_per_s
+        return railed if posted is None else min(posted, railed)
 
     def _unstage(self, parcel: Parcel, on_done: Action) -> None:
         """All but the last chunk went both halves of the way meanwhile."""

@@ -4,7 +4,7 @@ import pytest
 
 from kvsim.clock import PS_PER_NS, PS_PER_S, PS_PER_US, Clock
 from kvsim.links.drive import Drive, Speed
-from kvsim.links.parcel import HOST, POOL, Packing, Parcel, Site, Tier, num_slices
+from kvsim.links.parcel import HOST, POOL, Packing, Parcel, Site, Tier, num_requests
 from kvsim.links.threads import IoThreads
 from kvsim.links.wiring import alone_block_ns, alone_bytes_per_s, alone_latency_ns, make_paths, make_threads, packing
 from kvsim.scenario import load
@@ -127,12 +127,22 @@ def test_few_requests_leave_rails_idle(scenario):
         assert measured == [-(-parcel.size_bytes * PS_PER_S // (rails * 10 * GB))]
 
 
-def test_a_slice_is_never_longer_than_said_and_pieces_are_not_joined():
-    assert num_slices(Parcel(65_536, 1, 1), 65_536) == 1
-    assert num_slices(Parcel(65_537, 1, 1), 65_536) == 2
-    assert num_slices(Parcel(65_536, 1, 32), 65_536) == 32
-    assert num_slices(Parcel(3 * 65_536, 1, 2), 65_536) == 4
-    assert num_slices(Parcel(0, 0, 0), 65_536) == 0
+def test_a_request_is_never_longer_than_a_slice_and_pieces_are_not_joined():
+    assert num_requests(Parcel(65_536, 1, 1), 65_536, 1) == 1
+    assert num_requests(Parcel(65_537, 1, 1), 65_536, 1) == 2
+    assert num_requests(Parcel(65_536, 1, 32), 65_536, 1) == 32
+    assert num_requests(Parcel(3 * 65_536, 1, 2), 65_536, 1) == 4
+    assert num_requests(Parcel(3 * 65_536, 1, 2), 65_536, 2) == 2, "each of two ranks has half of each piece"
+    assert num_requests(Parcel(0, 0, 0), 65_536, 1) == 0
+
+
+def test_a_transfer_is_no_faster_than_its_requests_are_posted(scenario):
+    """Requests of 10,000 bytes, one each microsecond: 10 GB/s where the network has 40."""
+    posted = {"network__request_ns": 1_000}
+    for site in (POOL, HOST):
+        assert ends(bare(scenario, **posted), (0, "fetch", site, gigabyte(100_000))) == [PS_PER_S // 10]
+    both = [(0, "fetch", POOL, gigabyte(100_000))] * 2
+    assert ends(bare(scenario, **posted), *both) == [PS_PER_S // 10] * 2, "of two threads, each posts its own"
 
 
 def test_staging_costs_the_last_chunk_its_second_half(scenario):
@@ -153,12 +163,12 @@ def test_without_relaxed_ordering_a_nic_is_slow_with_gpu_memory_only(scenario):
     assert ends(staged, (0, "fetch", POOL, gigabyte()))[0] < PS_PER_S // 39
 
 
-def test_a_thread_pays_for_each_object_and_each_request(scenario):
-    config = bare(scenario, network__object_ns=1_000, network__request_ns=10)
+def test_a_thread_pays_for_each_object_it_looks_up(scenario):
+    config = bare(scenario, network__object_ns=1_000)
     path = make_paths(config, Clock())[0]
     parcel = Parcel(64 * 65_536, 4, 64)
-    assert path.thread_ps(POOL, parcel) == (4 * 1_000 + 64 * 10) * PS_PER_NS
-    assert path.thread_ps(HOST, parcel) == 64 * 10 * PS_PER_NS, "nobody need be asked where it is"
+    assert path.thread_ps(POOL, parcel) == 4 * 1_000 * PS_PER_NS
+    assert path.thread_ps(HOST, parcel) == 0, "nobody need be asked where it is"
 
 
 def test_one_thread_takes_one_job_after_the_other():
@@ -227,8 +237,9 @@ def test_defaults_come_from_the_device(scenario):
     assert make_threads(load("pool-16"), Clock())[0]._num_threads is None
 
 
-def test_what_decisions_think_a_block_costs_is_what_a_long_load_takes(scenario):
-    config = scenario(**{"network.pieces_per_block": 2})
+@pytest.mark.parametrize("pieces", [1, 2, 500])
+def test_what_decisions_think_a_block_costs_is_what_a_long_load_takes(scenario, pieces):
+    config = scenario(**{"network.pieces_per_block": pieces})
     path, blocks = make_paths(config, Clock())[0], 5_000
     parcel = packing(config).parcel((((0, blocks),),))
     (carried_ps,) = ends(config, (0, "fetch", POOL, parcel))
