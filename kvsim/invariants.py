@@ -14,7 +14,7 @@ from kvcore.types import Run, Runs, StreamId
 from kvsim.events import Kind
 from kvsim.links.parcel import Tier
 from kvsim.metrics import Events
-from kvsim.pool.client import PoolClient
+from kvsim.pool.client import Moved, PoolClient
 from kvsim.run import Simulation
 from kvsim.sequence import Sequence, Status
 
@@ -103,25 +103,26 @@ def bytes_conserved(simulation: Simulation, events: Events) -> None:
         link.audit()
         assert link.num_active == 0, f"{link.num_active} transfers have not ended"
         assert link.moved_bytes == link.entered_bytes, f"{link.entered_bytes} bytes entered, {link.moved_bytes} left"
-    (block_bytes,), clients = simulation.scenario.block_bytes, _clients(simulation)
+    clients = _clients(simulation)
     for client, means in zip(clients, pool.means, strict=True):
-        for counted, moved in (
-            (client.fetched_bytes, means.path.fetched_bytes),
-            (client.sent_bytes, means.path.sent_bytes),
+        for counted, moved_bytes in (
+            (client.loaded, means.path.fetched_bytes),
+            (client.stored, means.path.sent_bytes),
         ):
-            assert sum(counted.values()) == moved, f"{moved} bytes moved, {counted} reported"
+            counted_bytes = sum(moved.num_bytes for moved in counted.values())
+            assert counted_bytes == moved_bytes, f"{moved_bytes} bytes moved, {counted_bytes} reported"
         means.load_threads.audit()
         means.store_threads.audit()
         if means.host is not None:
             means.host.audit()
-            got_bytes = client.fetched_bytes[Tier.HOST]
-            assert got_bytes == means.host.counters.got * block_bytes, f"{got_bytes} bytes got, {means.host.counters}"
-    got_bytes = sum(sum(client.fetched_bytes.values()) - client.fetched_bytes[Tier.HOST] for client in clients)
-    assert got_bytes == pool.store.counters.got * block_bytes, f"{got_bytes} bytes got, {pool.store.counters}"
+            got = client.loaded[Tier.HOST].num_blocks
+            assert got == means.host.counters.got, f"{got} blocks got, {means.host.counters}"
+    got = sum(_of_pool(client.loaded) for client in clients)
+    put = sum(_of_pool(client.stored) for client in clients)
+    assert got == pool.store.counters.got, f"{got} blocks got, {pool.store.counters}"
     stored = events.of(Kind.STORED)
-    put_bytes = sum(sum(client.sent_bytes.values()) - client.sent_bytes[Tier.HOST] for client in clients)
-    num_blocks = int(stored.a.sum() + stored.b.sum())
-    assert put_bytes == num_blocks * block_bytes, f"{put_bytes} bytes put, {num_blocks} blocks reported"
+    num_reported = int(stored.a.sum() + stored.b.sum())
+    assert put == num_reported, f"{put} blocks put, {num_reported} reported"
 
 
 def pool_objects_conserved(simulation: Simulation, _events: Events) -> None:
@@ -258,6 +259,11 @@ INVARIANTS: dict[int, Callable[[Simulation, Events], None]] = {
 def _clients(simulation: Simulation) -> list[PoolClient]:
     """By instance, where there is a pool."""
     return [instance.client for instance in simulation.instances if instance.client is not None]
+
+
+def _of_pool(moved: dict[Tier, Moved]) -> int:
+    """Blocks."""
+    return sum(each.num_blocks for tier, each in moved.items() if tier is not Tier.HOST)
 
 
 def _stored(machine: KVRequest) -> GroupRuns:

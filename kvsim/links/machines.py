@@ -14,6 +14,8 @@ class Hardware(NamedTuple):
 
     num_instances: int
     num_gpus: int
+    num_ranks: int
+    """GPUs that hold a request: of a data-parallel instance only some."""
     nic_bytes_per_s: int
     host_bytes_per_s: int
 
@@ -61,7 +63,8 @@ def network_paths(
         host_latency_ps=host.latency_us * PS_PER_US,
         object_ps=network.object_ns * PS_PER_NS,
         request_ps=network.request_ns * PS_PER_NS,
-        num_ranks=hardware.num_gpus,
+        num_ranks=hardware.num_ranks,
+        num_gpus=hardware.num_gpus,
         slice_bytes=network.slice_bytes,
         rail_bytes_per_s=each.nic,
         num_rails=num_nics(hardware, network),

@@ -4,7 +4,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvcore.group_runs import GroupRuns
-from kvcore.runs import num_blocks
+from kvcore.runs import num_blocks as count_runs
 from kvcore.units import div_ceil
 
 
@@ -38,7 +38,7 @@ POOL = Site(Tier.REMOTE)
 
 
 class Parcel(NamedTuple):
-    """Blocks on their way: bytes, the objects they are, and the contiguous pieces of GPU memory at one end."""
+    """Blocks on their way: bytes, the objects they are, and the contiguous pieces each rank of the request moves."""
 
     size_bytes: int
     num_objects: int
@@ -46,17 +46,34 @@ class Parcel(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """What a block of each group weighs, and in how many pieces it lies in the memory of one rank."""
+    """Per group: what a block weighs in the pool, in how many pieces a rank has it, and how many ranks have it alike.
+
+    Each rank loads all that it holds, so that replicas are moved several times; they are stored once, by ranks in turn.
+    """
 
     block_bytes: tuple[int, ...]
     block_pieces: tuple[int, ...]
+    num_replicas: tuple[int, ...]
 
-    def parcel(self, blocks: GroupRuns) -> Parcel:
-        """All the blocks as one."""
-        counts = [num_blocks(runs) for runs in blocks]
-        size_bytes = sum([count * size for count, size in zip(counts, self.block_bytes, strict=True)])
-        num_pieces = sum([count * pieces for count, pieces in zip(counts, self.block_pieces, strict=True)])
-        return Parcel(size_bytes, sum(counts), num_pieces)
+    def loaded(self, blocks: GroupRuns) -> Parcel:
+        """All the blocks, to every rank that holds them."""
+        size_bytes = num_blocks = num_pieces = 0
+        for runs, size, pieces, replicas in zip(blocks, *self, strict=True):
+            count = count_runs(runs)
+            size_bytes += count * size * replicas
+            num_blocks += count
+            num_pieces += count * pieces
+        return Parcel(size_bytes, num_blocks, num_pieces)
+
+    def stored(self, blocks: GroupRuns) -> Parcel:
+        """All the blocks, once."""
+        size_bytes = num_blocks = num_pieces = 0
+        for runs, size, pieces, replicas in zip(blocks, *self, strict=True):
+            count = count_runs(runs)
+            size_bytes += count * size
+            num_blocks += count
+            num_pieces += div_ceil(count * pieces, replicas)
+        return Parcel(size_bytes, num_blocks, num_pieces)
 
 
 def num_requests(parcel: Parcel, slice_bytes: int, num_ranks: int) -> int:

@@ -117,6 +117,8 @@ class Costs:
     object_ps: int
     request_ps: int
     num_ranks: int
+    """GPUs that hold a request, of `num_gpus`; it has that share of NICs and host links at most."""
+    num_gpus: int
     slice_bytes: int
     rail_bytes_per_s: int
     """Of one NIC."""
@@ -211,20 +213,28 @@ class NetworkPath:
         costs, is_remote = self._costs, len(route) > 1
         is_staged = is_remote and costs.staging_chunk_bytes is not None
         done = partial(self._unstage, parcel, on_done) if is_staged else on_done
-        bound = self._bound(parcel, costs.num_rails if is_remote else 0)
+        bound = self._bound(parcel, self._rails_bytes_per_s(parcel) if is_remote else None)
         begin = partial(self._network.transfer, route, parcel.size_bytes, done, bound)
         self._clock.after(costs.latency_ps if is_remote else costs.host_latency_ps, begin)
 
-    def _bound(self, parcel: Parcel, num_rails: int) -> int | None:
-        """No faster than its ranks post requests; and fewer requests than NICs leave some of these idle."""
+    def _bound(self, parcel: Parcel, rails_bytes_per_s: int | None) -> int | None:
+        """No faster than the request's ranks post, than their NICs and than their host links; None: as fast as all."""
         costs = self._costs
-        per_rank = num_requests(parcel, costs.slice_bytes, costs.num_ranks)
-        posting_ps = per_rank * costs.request_ps
-        posted = max(1, parcel.size_bytes * PS_PER_S // posting_ps) if posting_ps else None
-        if per_rank * costs.num_ranks >= num_rails:
-            return posted
-        railed = max(1, per_rank * costs.num_ranks) * costs.rail_bytes_per_s
-        return railed if posted is None else min(posted, railed)
+        posting_ps = num_requests(parcel, costs.slice_bytes, costs.num_ranks) * costs.request_ps
+        bounds = [] if rails_bytes_per_s is None else [rails_bytes_per_s]
+        if posting_ps:
+            bounds.append(parcel.size_bytes * PS_PER_S // posting_ps)
+        if costs.num_ranks < costs.num_gpus:
+            bounds.append(self._own.host_in.bandwidth_bytes_per_s * costs.num_ranks // costs.num_gpus)
+        return max(1, min(bounds)) if bounds else None
+
+    def _rails_bytes_per_s(self, parcel: Parcel) -> int | None:
+        """Fewer requests than NICs leave some of these idle, and so do ranks that do not hold the request."""
+        costs = self._costs
+        num_rails = max(1, costs.num_rails * costs.num_ranks // costs.num_gpus)
+        posted = max(1, num_requests(parcel, costs.slice_bytes, costs.num_ranks) * costs.num_ranks)
+        used = min(num_rails, posted)
+        return used * costs.rail_bytes_per_s if used < costs.num_rails else None
 
     def _unstage(self, parcel: Parcel, on_done: Action) -> None:
         """All but the last chunk went both halves of the way meanwhile."""

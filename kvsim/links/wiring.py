@@ -22,20 +22,34 @@ def make_paths(scenario: Scenario, clock: Clock) -> tuple[Path, ...]:
 def make_threads(scenario: Scenario, clock: Clock) -> tuple[IoThreads, IoThreads]:
     """Those of one instance that load, and those that store."""
     config = _config(scenario)
-    return IoThreads(clock, config.load_threads), IoThreads(clock, config.store_threads)
+
+    def threads(of_a_rank: int | None) -> IoThreads:
+        return IoThreads(clock, None if of_a_rank is None else of_a_rank * scenario.engine.data_parallel_size)
+
+    return threads(config.load_threads), threads(config.store_threads)
 
 
 def hardware(scenario: Scenario) -> Hardware:
     """What the scenario's instances have where its tables do not say otherwise."""
     line = scenario.gpu.network
-    return Hardware(scenario.cluster.instances, scenario.engine.num_gpus, line.nic_bytes_per_s, line.pcie_bytes_per_s)
+    engine = scenario.engine
+    return Hardware(
+        scenario.cluster.instances,
+        engine.num_gpus,
+        engine.tensor_parallel_size,
+        line.nic_bytes_per_s,
+        line.pcie_bytes_per_s,
+    )
 
 
 def packing(scenario: Scenario) -> Packing:
-    """What blocks weigh, and how many pieces they are."""
-    pieces = None if scenario.network is None else scenario.network.pieces_per_block
-    groups = scenario.kv_groups
-    return Packing(scenario.block_bytes, tuple(pieces or group.num_layers * group.num_shards for group in groups))
+    """What blocks weigh. Over `[link]` replicas are moved once, for its bandwidth was measured with what was loaded."""
+    groups, network = scenario.kv_groups, scenario.network
+    if network is None:
+        return Packing(scenario.block_bytes, (1,) * len(groups), (1,) * len(groups))
+    pieces = tuple(network.pieces_per_block or group.num_layers for group in groups)
+    num_ranks = scenario.engine.tensor_parallel_size
+    return Packing(scenario.block_bytes, pieces, tuple(num_ranks // group.num_shards for group in groups))
 
 
 # --- alone on the way: what decisions go by ---------------------------------------------------------------------------
@@ -48,8 +62,8 @@ def alone_latency_ns(scenario: Scenario) -> int:
 
 def alone_block_ns(scenario: Scenario, group: int) -> int:
     """What a block of the group more takes, in a load of many."""
-    size_bytes = packing(scenario).block_bytes[group]
     looking_up_ns = 0 if scenario.network is None else scenario.network.object_ns
+    size_bytes = _block(scenario, group).size_bytes
     return looking_up_ns + div_ceil(size_bytes * NS_PER_S, alone_bytes_per_s(scenario, group))
 
 
@@ -59,16 +73,21 @@ def alone_bytes_per_s(scenario: Scenario, group: int = 0) -> int:
     if network is None:
         assert scenario.link is not None
         return scenario.link.bandwidth_bytes_per_s
-    each = rates(hardware(scenario), network, scenario.host)
-    passes = [each.nics, each.host, network.fabric_bytes_per_s, _posted_bytes_per_s(scenario, network, group)]
-    return min(rate for rate in passes if rate is not None)
+    each, engine = rates(hardware(scenario), network, scenario.host), scenario.engine
+    own = min(each.nics, each.host) * engine.tensor_parallel_size // engine.num_gpus
+    passes = [own, network.fabric_bytes_per_s, _posted_bytes_per_s(scenario, network, group)]
+    return max(1, min(rate for rate in passes if rate is not None))
 
 
 def _posted_bytes_per_s(scenario: Scenario, network: NetworkConfig, group: int) -> int | None:
-    packed = packing(scenario)
-    block = Parcel(packed.block_bytes[group], 1, packed.block_pieces[group])
-    posting_ps = num_requests(block, network.slice_bytes, scenario.engine.num_gpus) * network.request_ns * PS_PER_NS
+    block, num_ranks = _block(scenario, group), scenario.engine.tensor_parallel_size
+    posting_ps = num_requests(block, network.slice_bytes, num_ranks) * network.request_ns * PS_PER_NS
     return max(1, block.size_bytes * PS_PER_S // posting_ps) if posting_ps else None
+
+
+def _block(scenario: Scenario, group: int) -> Parcel:
+    """One of the group."""
+    return packing(scenario).loaded(tuple(((0, int(index == group)),) for index in range(len(scenario.kv_groups))))
 
 
 def _config(scenario: Scenario) -> LinkConfig | NetworkConfig:

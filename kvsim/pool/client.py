@@ -63,6 +63,19 @@ class Engine(Protocol):
     scheduler: Scheduler
 
 
+@dataclass(slots=True)
+class Moved:
+    """What parcels come to."""
+
+    num_bytes: int = 0
+    num_blocks: int = 0
+
+    def add(self, parcel: Parcel) -> None:
+        """One more."""
+        self.num_bytes += parcel.size_bytes
+        self.num_blocks += parcel.num_objects
+
+
 class PoolClient:
     """One instance's client of the pool; implements `kvsim.scheduler.Pool`."""
 
@@ -83,9 +96,9 @@ class PoolClient:
         """Those of them that the pool or the private cache had."""
         self.num_near = 0
         """Those of them that the private cache had, so that the pool was not asked."""
-        self.fetched_bytes = dict.fromkeys(Tier, 0)
+        self.loaded = {tier: Moved() for tier in Tier}
         """What loads brought, by where it lay."""
-        self.sent_bytes = dict.fromkeys(Tier, 0)
+        self.stored = {tier: Moved() for tier in Tier}
         """What stores took away, by where it went."""
 
     def lookup(self, sequence: Sequence, plan: Lookup) -> None:
@@ -157,19 +170,19 @@ class PoolClient:
     def _sources(self, sequence: Sequence, blocks: GroupRuns) -> list[Shipment]:
         """Where what is left of the blocks is read from, the nearest first."""
         if self._host is None:
-            return [self._shipment(POOL, self._per_group(self._store.get, sequence, blocks))]
+            return [self._from(POOL, self._per_group(self._store.get, sequence, blocks))]
         near = self._host.get(sequence.segments, blocks)
         far = minus(blocks, near)
-        shipments = [self._shipment(HOST, near)] if any(near) else []
+        shipments = [self._from(HOST, near)] if any(near) else []
         if any(far) or not shipments:
-            shipments.append(self._shipment(POOL, self._per_group(self._store.get, sequence, far)))
+            shipments.append(self._from(POOL, self._per_group(self._store.get, sequence, far)))
         return shipments
 
     def _fetched(
         self, sequence: Sequence, plan: Load, shipments: list[Shipment], failed: GroupRuns, end_job: Action
     ) -> None:
         for site, blocks, parcel in shipments:
-            self.fetched_bytes[site.tier] += parcel.size_bytes
+            self.loaded[site.tier].add(parcel)
             self._log.usage.loads.add(self._clock.now_ps, sequence.index, TIERS.index(site.tier), parcel.size_bytes)
             if self._host is not None and self._means.keeps_loaded and site.tier is not Tier.HOST:
                 self._keep(sequence, blocks)
@@ -181,8 +194,8 @@ class PoolClient:
         assert self._host is not None
         absent = minus(blocks, self._host.holds(sequence.segments, blocks))
         if any(absent):
-            parcel = self._means.packing.parcel(absent)
-            self.sent_bytes[Tier.HOST] += parcel.size_bytes
+            parcel = self._means.packing.stored(absent)
+            self.stored[Tier.HOST].add(parcel)
             self._path.send(HOST, parcel, partial(self._host.put, sequence.segments, absent))
 
     def _loaded(self, sequence: Sequence, plan: Load, failed: GroupRuns) -> None:
@@ -196,17 +209,17 @@ class PoolClient:
 
     def _send(self, sequence: Sequence, plan: Store, pinned: list[Holding], end_job: Action) -> None:
         """A thread has the store: the pool gets all, the private cache what it has not."""
-        shipments = [self._shipment(POOL, plan.blocks)]
+        shipments = [(POOL, plan.blocks, self._means.packing.stored(plan.blocks))]
         if self._host is not None:
             absent = minus(plan.blocks, self._host.holds(sequence.segments, plan.blocks))
-            shipments += [self._shipment(HOST, absent)] if any(absent) else []
+            shipments += [(HOST, absent, self._means.packing.stored(absent))] if any(absent) else []
         self._ship(self._path.send, shipments, partial(self._written, sequence, plan, pinned, shipments, end_job))
 
     def _written(
         self, sequence: Sequence, plan: Store, pinned: list[Holding], shipments: list[Shipment], end_job: Action
     ) -> None:
         for site, _, parcel in shipments:
-            self.sent_bytes[site.tier] += parcel.size_bytes
+            self.stored[site.tier].add(parcel)
         if self._host is not None:
             self._host.put(sequence.segments, plan.blocks)
         put = partial(self._store.put, hints=plan.hints)
@@ -225,8 +238,8 @@ class PoolClient:
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _shipment(self, site: Site, blocks: GroupRuns) -> Shipment:
-        return site, blocks, self._means.packing.parcel(blocks)
+    def _from(self, site: Site, blocks: GroupRuns) -> Shipment:
+        return site, blocks, self._means.packing.loaded(blocks)
 
     def _ship(self, move: Move, shipments: list[Shipment], on_done: Action) -> None:
         """The thread's own work first, then all at once; `on_done` when the last is through."""

@@ -1,12 +1,18 @@
 """What a transfer takes: every cost by itself, from the tables of a scenario to the picosecond of its end."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from kvcore.spec import FullAttention
 from kvsim.clock import PS_PER_NS, PS_PER_S, PS_PER_US, Clock
+from kvsim.config.links import HostConfig, LinkConfig, NetworkConfig
 from kvsim.links.drive import Drive, Speed
+from kvsim.links.machines import Hardware, network_paths
 from kvsim.links.parcel import HOST, POOL, Packing, Parcel, Site, Tier, num_requests
 from kvsim.links.threads import IoThreads
 from kvsim.links.wiring import alone_block_ns, alone_bytes_per_s, alone_latency_ns, make_paths, make_threads, packing
+from kvsim.llm.groups import KVGroup
 from kvsim.scenario import load
 
 GB = 10**9
@@ -62,7 +68,10 @@ def bare(scenario, **settings):
 def ends(config, *moves):
     """End in ps of each (instance, "fetch" or "send", site, parcel), all begun at once."""
     clock = Clock()
-    paths = make_paths(config, clock)
+    return ends_on(clock, make_paths(config, clock), *moves)
+
+
+def ends_on(clock, paths, *moves):
     found = {}
     for number, (instance, direction, site, parcel) in enumerate(moves):
         done = lambda number=number: found.setdefault(number, clock.now_ps)  # noqa: E731
@@ -143,6 +152,39 @@ def test_a_transfer_is_no_faster_than_its_requests_are_posted(scenario):
         assert ends(bare(scenario, **posted), (0, "fetch", site, gigabyte(100_000))) == [PS_PER_S // 10]
     both = [(0, "fetch", POOL, gigabyte(100_000))] * 2
     assert ends(bare(scenario, **posted), *both) == [PS_PER_S // 10] * 2, "of two threads, each posts its own"
+
+
+def test_ranks_load_what_they_hold_and_store_it_once():
+    """Two groups: each of four ranks has a shard of the first, and all of the second."""
+    packing_of = Packing((4_000, 100), (32, 8), (1, 4))
+    blocks = (((0, 3),), ((1, 2), (5, 6)))
+    assert packing_of.loaded(blocks) == Parcel(3 * 4_000 + 2 * 100 * 4, 5, 3 * 32 + 2 * 8)
+    assert packing_of.stored(blocks) == Parcel(3 * 4_000 + 2 * 100, 5, 3 * 32 + 2 * 8 // 4)
+
+
+def test_a_request_has_the_links_of_the_ranks_that_hold_it():
+    """One of eight data-parallel ranks: an eighth of NICs and host links, whoever else is idle."""
+    network = NetworkConfig(latency_us=0, nic_efficiency=1.0, request_ns=0)
+    host = HostConfig(latency_us=0, link_efficiency=1.0)
+    for num_ranks, seconds in ((1, (10, 20)), (8, (80, 160))):
+        hardware = Hardware(1, 8, num_ranks, 10 * GB, 20 * GB)
+        for site, share in zip((POOL, HOST), seconds, strict=True):
+            clock = Clock()
+            paths = network_paths(clock, hardware, network, host)
+            assert ends_on(clock, paths, (0, "fetch", site, gigabyte())) == [PS_PER_S // share]
+
+
+def test_replicas_and_threads_come_from_the_engine():
+    """A latent group on four ranks is whole on each of them; two such engines share an instance."""
+    groups = (KVGroup(FullAttention(16), 61, 576, 576, 1), KVGroup(FullAttention(16), 30, 256, 256, 4))
+    engine = SimpleNamespace(tensor_parallel_size=4, data_parallel_size=2)
+    sizes = tuple(group.pool_bytes for group in groups)
+    stub = SimpleNamespace(network=NetworkConfig(), link=None, kv_groups=groups, block_bytes=sizes, engine=engine)
+    assert packing(stub) == Packing((576, 1_024), (61, 30), (4, 1))
+    assert make_threads(stub, Clock())[0]._num_threads == 2
+    stub.network, stub.link = None, LinkConfig()
+    assert packing(stub).num_replicas == (1, 1)
+    assert make_threads(stub, Clock())[0]._num_threads is None
 
 
 def test_staging_costs_the_last_chunk_its_second_half(scenario):
@@ -232,7 +274,7 @@ def test_defaults_come_from_the_device(scenario):
     assert alone_bytes_per_s(scenario(**nics)) == h100.pcie_bytes_per_s * 91 // 100
     assert alone_bytes_per_s(scenario(**nics, **{"network.fabric_bytes_per_s": 123})) == 123
     load_threads, store_threads = make_threads(config, Clock())
-    assert packing(config) == Packing(config.block_bytes, (32,))
+    assert packing(config) == Packing(config.block_bytes, (32,), (1,))
     assert (load_threads._num_threads, store_threads._num_threads) == (1, 1)
     assert make_threads(load("pool-16"), Clock())[0]._num_threads is None
 
@@ -241,7 +283,7 @@ def test_defaults_come_from_the_device(scenario):
 def test_what_decisions_think_a_block_costs_is_what_a_long_load_takes(scenario, pieces):
     config = scenario(**{"network.pieces_per_block": pieces})
     path, blocks = make_paths(config, Clock())[0], 5_000
-    parcel = packing(config).parcel((((0, blocks),),))
+    parcel = packing(config).loaded((((0, blocks),),))
     (carried_ps,) = ends(config, (0, "fetch", POOL, parcel))
     took_ns = (path.thread_ps(POOL, parcel) + carried_ps) / PS_PER_NS
     assert took_ns == pytest.approx(alone_latency_ns(config) + blocks * alone_block_ns(config, 0), rel=1e-3)

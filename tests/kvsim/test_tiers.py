@@ -4,7 +4,7 @@ import pytest
 
 from kvsim.events import Kind
 from kvsim.invariants import InvariantBroken, check
-from kvsim.links.parcel import TIERS, Tier
+from kvsim.links.parcel import TIERS, Parcel, Tier
 from kvsim.metrics import Events, measure
 from kvsim.run import decisions_digest, simulation
 from kvsim.scenario import load
@@ -41,7 +41,7 @@ def link_run(tmp_path):
 
 
 def fetched(done):
-    return {tier: sum(instance.client.fetched_bytes[tier] for instance in done.instances) for tier in Tier}
+    return {tier: sum(instance.client.loaded[tier].num_bytes for instance in done.instances) for tier in Tier}
 
 
 def ttft(done):
@@ -133,7 +133,7 @@ def test_loads_are_recorded_by_tier(run):
 
 def test_bytes_that_no_tier_reports_are_noticed(run):
     done = run(host__cpu_bytes_to_use=10**9)
-    done.instances[0].client.fetched_bytes[Tier.HOST] += 1
+    done.instances[0].client.loaded[Tier.HOST].add(Parcel(1, 0, 0))
     with pytest.raises(InvariantBroken, match="invariant 4"):
         check(done)
 
