@@ -12,6 +12,7 @@ from kvsim.config.workload import TraceWorkload
 from kvsim.document import Document
 from kvsim.events import EventLog
 from kvsim.metrics import measure
+from kvsim.pool.disks import Disks
 from kvsim.run import SharedPool, Simulation, decisions_digest
 from kvsim.scenario import Scenario
 from kvsim.workload.trace import Trace
@@ -85,12 +86,26 @@ def scenario_toml(scenario: Scenario) -> str:
     return "\n".join(_toml_table(name, table) for name, table in tables.items())
 
 
-def _toml_table(name: str, table: dict[str, object]) -> str:
+def _toml_table(name: str, table: dict[str, object] | tuple[dict[str, object], ...]) -> str:
+    """One table, or as many of an array."""
+    if isinstance(table, tuple):
+        return "\n".join(f"[[{name}]]\n{_toml_values(each)}" for each in table)
+    return f"[{name}]\n{_toml_values(table)}"
+
+
+def _toml_values(table: dict[str, object]) -> str:
     # JSON writes strings, integers, finite floats and booleans as TOML does, but for DEL.
     values = {key: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for key, value in table.items()}
-    return "".join([f"[{name}]\n", *(f"{key} = {value}\n" for key, value in values.items())])
+    return "".join([f"{key} = {value}\n" for key, value in values.items()])
 
 
 def _pool(pool: SharedPool, scenario: Scenario) -> Document:
     size = {"capacity_bytes": scenario.pool_capacity_bytes, "used_bytes": pool.store.used_bytes}
-    return {**size, "objects": pool.store.num_objects, **asdict(pool.store.counters)}
+    return {**size, "objects": pool.store.num_objects, **_disks(pool.store.disks), **asdict(pool.store.counters)}
+
+
+def _disks(disks: Disks | None) -> Document:
+    if disks is None:
+        return {"disk_capacity_bytes": 0, "disk_used_bytes": 0, "disk_objects": 0}
+    size = {"disk_capacity_bytes": disks.capacity_bytes, "disk_used_bytes": disks.used_bytes}
+    return {**size, "disk_objects": disks.num_objects}

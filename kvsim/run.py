@@ -17,8 +17,9 @@ from kvcore.plans import PoolPolicy
 from kvcore.request import KVRequest
 from kvcore.types import GroupId, Run, Segments, StreamId
 from kvcore.units import NS_PER_MS, NS_PER_S
-from kvsim.clock import Clock
+from kvsim.clock import PS_PER_S, Clock
 from kvsim.cluster import Cluster, MakeEngine, MakeMachine, OnFinished
+from kvsim.config.faults import FaultConfig
 from kvsim.config.pool import PoolConfig
 from kvsim.dispatcher import Dispatcher, Fleet, PoolHit
 from kvsim.events import EventLog
@@ -219,11 +220,18 @@ def _shared_pool(scenario: Scenario, clock: Clock, trace: Trace) -> SharedPool |
     if pool is None:
         return None
     store = make_store(scenario, pool)
+    for fault in scenario.faults:
+        clock.at(fault.at_s * PS_PER_S, partial(_fail, store, clock, fault))
     planner, policy = make_planner(scenario, pool), make_policy(scenario, pool)
     instances = range(scenario.cluster.instances)
     means = tuple(_means(scenario, pool, clock, path) for path in make_paths(scenario, clock))
     sessions = _sessions(pool, trace, limits(scenario).capacity_tokens)
     return SharedPool(store, planner, policy, means, tuple(Experience() for _ in instances), sessions)
+
+
+def _fail(store: MooncakePool, clock: Clock, fault: FaultConfig) -> None:
+    call = store.lose_client if fault.kind == "pool_client_dies" else store.mount
+    call(fault.instance, clock.now_ns)
 
 
 def _record_pool(pool: SharedPool, capacity_bytes: int, usage: Usage) -> None:

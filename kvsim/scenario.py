@@ -8,9 +8,9 @@ from functools import cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from kvcore.errors import clipped
 from kvcore.masks import Retention
@@ -18,6 +18,7 @@ from kvcore.spec import ModelSpec
 from kvsim import catalog, toml
 from kvsim.catalog import Device, LlmModel
 from kvsim.config.cluster import ClusterConfig, DeviceChoice, EngineConfig, ModelChoice, RoutingConfig
+from kvsim.config.faults import FaultConfig
 from kvsim.config.links import DriveConfig, HostConfig, LinkConfig, NetworkConfig
 from kvsim.config.pool import PoolConfig
 from kvsim.config.workload import TraceWorkload, Workload
@@ -51,6 +52,7 @@ class Scenario(Table):
     host: HostConfig = HostConfig()
     nvme: DriveConfig | None = None
     workload: Workload
+    faults: Annotated[tuple[FaultConfig, ...], BeforeValidator(tuple)] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Scenario":
@@ -66,7 +68,15 @@ class Scenario(Table):
             raise ValueError("weights and engine.reserved_bytes below device memory x engine.gpu_memory_utilization")
         if self.pool is not None:
             self._check_retention(self.pool.retention_interval)
+        self._check_faults()
         return self
+
+    def _check_faults(self) -> None:
+        if self.faults and self.pool is None:
+            raise ValueError("[pool] beside [[faults]]")
+        for fault in self.faults:
+            if fault.instance >= self.cluster.instances:
+                raise ValueError(f"faults.instance below {self.cluster.instances} (cluster.instances)")
 
     def _check_retention(self, retention: Retention) -> None:
         model = self.kv_model

@@ -18,6 +18,7 @@ _PATIENCE = PoolPolicy()
 EVICTIONS = ("mooncake", "lru", "leaf_first", "session_aware")
 ADMISSIONS = ("all", "second_touch", "cheaper")
 LOADINGS = ("always", "cheaper", "in_time")
+STRATEGIES = ("random", "free_ratio_first", "local_first")
 """Policies of the pool by name; see docs/POLICIES.md."""
 
 
@@ -52,6 +53,36 @@ class PoolConfig(Table):
 
     segment_bytes_per_instance: PositiveCount
     """Host memory each instance gives to the pool."""
+    segments_per_instance: PositiveCount = 1
+    """In how many segments of one size that is, each of a client of its own: as many as ranks, say."""
+    allocation_strategy: str = "random"
+    """`allocation_strategy`: which segment an object goes to; `cxl` and `ssd_free_ratio_first` are not simulated."""
+    replica_num: PositiveCount = 1
+    """`replica_num` of a put: copies, in segments of their own; fewer where there is no room for more."""
+    preferred_segment: Literal["none", "own"] = "none"
+    """`preferred_segment` of a put: none, or that of the instance that stores, as long as there is room."""
+    client_ttl_s: PositiveCount = 10
+    """`client_ttl`: how long the master believes in a client that is dead."""
+    enable_offload: bool = False
+    """`enable_offload`: whether there is a disk below each instance's memory."""
+    offload_on_evict: bool = False
+    """`offload_on_evict`: whether an object is written to disk when memory evicts it; otherwise when it is stored."""
+    offload_force_evict: bool = False
+    """`offload_force_evict`: whether memory evicts what no disk takes; otherwise it stays there."""
+    disk_bytes_per_instance: PositiveCount = 2_199_023_255_552
+    """`MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES` of the client, of all its clients together."""
+    bucket_eviction_policy: Literal["none", "fifo", "lru"] = "none"
+    """`MOONCAKE_OFFLOAD_BUCKET_EVICTION_POLICY`: what goes from a full disk; none: it takes nothing more."""
+    offload_local_buffer_bytes: PositiveCount = 1_342_177_280
+    """`MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES`: what of one load a client can read from its disk; the rest fails."""
+    offload_heartbeat_interval_s: PositiveCount = 10
+    """`MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS`: how often a client takes what is to be promoted."""
+    promotion_on_hit: bool = False
+    """`promotion_on_hit`: whether what is read from disk comes back to memory, too."""
+    promotion_admission_threshold: PositiveCount = 2
+    """`promotion_admission_threshold`: at which read."""
+    promotion_max_per_heartbeat: PositiveCount = 1
+    """`promotion_max_per_heartbeat`: how many objects of each client."""
     lookup_rtt_us: Count = 50
     """Round trip of a lookup of one key: `batch_is_exist` against a master on loopback (0.3.13.post1, 2 cores, p50 of
     200 calls, 2026-11-29); add the network's own."""
@@ -91,6 +122,11 @@ class PoolConfig(Table):
     load_budget_ms: Annotated[Count | None, Field(validate_default=True)] = None
     """How long after the request was first considered a load is in time, if it is alone on its link."""
 
+    @field_validator("allocation_strategy")
+    @classmethod
+    def _known_strategy(cls, name: str) -> str:
+        return toml.one_of(name, STRATEGIES)
+
     @field_validator("eviction")
     @classmethod
     def _known_eviction(cls, name: str) -> str:
@@ -105,6 +141,13 @@ class PoolConfig(Table):
     @classmethod
     def _known_loading(cls, name: str) -> str:
         return toml.one_of(name, LOADINGS)
+
+    @field_validator("offload_on_evict", "promotion_on_hit")
+    @classmethod
+    def _has_a_disk(cls, wanted: object, others: ValidationInfo) -> object:
+        if wanted and not others.data.get("enable_offload"):
+            raise ValueError("false, or pool.enable_offload = true beside it")
+        return wanted
 
     @field_validator("load_budget_ms")
     @classmethod

@@ -12,10 +12,12 @@ from kvcore.eviction.session_aware import SessionAwareRuns
 from kvcore.loading import LoadAlways, LoadCheaper, Loading, LoadInTime
 from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy, storing_blocks
-from kvcore.units import NS_PER_MS
+from kvcore.units import NS_PER_MS, NS_PER_S
 from kvsim.clock import PS_PER_NS
 from kvsim.config.pool import PoolConfig
 from kvsim.links.wiring import alone_block_ns, alone_latency_ns
+from kvsim.pool.disks import DiskEviction, Disks, Offload, Promotion, Unwritten
+from kvsim.pool.memory import Memory, Preferred, SegmentedMemory, Strategy
 from kvsim.pool.pins import SoftPins
 from kvsim.pool.policy_pool import PolicyPool
 from kvsim.pool.store import MooncakePool
@@ -43,15 +45,44 @@ def make_policy(scenario: Scenario, pool: PoolConfig) -> PoolPolicy:
 def make_store(scenario: Scenario, pool: PoolConfig) -> MooncakePool:
     """An empty pool; `mooncake` is the master's own eviction, the others are what if."""
     shape = (
-        scenario.pool_capacity_bytes,
+        _memory(scenario, pool),
         scenario.block_bytes,
         pool.lease_ttl_ms * NS_PER_MS,
         pool.eviction_high_watermark_ratio,
         pool.eviction_ratio,
         SoftPins.GO_LAST if pool.allow_evict_soft_pinned_objects else SoftPins.STAY,
     )
+    below = _disks(scenario, pool), pool.client_ttl_s * NS_PER_S
     policy = _EVICTIONS[pool.eviction]
-    return MooncakePool(*shape) if policy is None else PolicyPool(*shape, policy())
+    return MooncakePool(*shape, *below) if policy is None else PolicyPool(*shape, policy(), *below)
+
+
+def _memory(scenario: Scenario, pool: PoolConfig) -> Memory:
+    """Segment by segment where one may be full or gone while others are not."""
+    num_clients, each = scenario.cluster.instances, pool.segments_per_instance
+    strategy, preferred = Strategy(pool.allocation_strategy), Preferred(pool.preferred_segment)
+    is_even = strategy is Strategy.RANDOM and preferred is Preferred.NONE and pool.replica_num == 1
+    if is_even and not scenario.faults:
+        return Memory(scenario.pool_capacity_bytes, scenario.block_bytes, num_clients, each)
+    segment_bytes = pool.segment_bytes_per_instance // each
+    rules = strategy, pool.replica_num, preferred
+    return SegmentedMemory(segment_bytes, num_clients, scenario.block_bytes, *rules, each)
+
+
+def _disks(scenario: Scenario, pool: PoolConfig) -> Disks | None:
+    if not pool.enable_offload:
+        return None
+    rules = pool.promotion_admission_threshold, pool.promotion_max_per_heartbeat * pool.segments_per_instance
+    return Disks(
+        pool.disk_bytes_per_instance,
+        scenario.cluster.instances,
+        scenario.block_bytes,
+        pool.offload_local_buffer_bytes,
+        DiskEviction(pool.bucket_eviction_policy),
+        Offload.ON_EVICT if pool.offload_on_evict else Offload.ON_PUT,
+        Unwritten.GOES if pool.offload_force_evict else Unwritten.STAYS,
+        Promotion(*rules, pool.offload_heartbeat_interval_s * NS_PER_S) if pool.promotion_on_hit else None,
+    )
 
 
 def make_costs(scenario: Scenario) -> Costs:

@@ -58,7 +58,7 @@ class MooncakePool:
         self._block_bytes = tuple(block_bytes)
         self._memory = Memory(memory, self._block_bytes) if isinstance(memory, int) else memory
         assert self._memory.capacity_bytes > 0 and all(size > 0 for size in block_bytes), (memory, block_bytes)
-        self._disks = disks
+        self.disks = disks
         self._lease_ttl_ns = lease_ttl_ns
         # The decimal the user wrote, exactly.
         self._watermark = Fraction(str(eviction_high_watermark_ratio))
@@ -86,7 +86,7 @@ class MooncakePool:
         """The blocks of `runs` that are here; each is leased until `now_ns` + the lease time."""
         self._tick(now_ns)
         found = self._grant_found(group, segments, runs)
-        if self._disks is not None:
+        if self.disks is not None:
             on_disk = self._on_disk(group, segments, runs_of.subtract(runs, found))
             self.counters.found_on_disk += runs_of.num_blocks(on_disk)
             found = runs_of.union(found, on_disk)
@@ -101,14 +101,14 @@ class MooncakePool:
 
     def tiers(self, group: GroupId, segments: Segments, runs: Runs) -> dict[Tier, Runs]:
         """The blocks of `runs` that are in each tier; one may be in both."""
-        on_disk = () if self._disks is None else self._on_disk(group, segments, runs)
+        on_disk = () if self.disks is None else self._on_disk(group, segments, runs)
         return {Tier.MEMORY: self._found(group, segments, runs), Tier.DISK: on_disk}
 
     def get(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:
         """The blocks of `runs` that can be read now, leased anew; one that was promised and is gone is a late miss."""
         self._tick(now_ns)
         found = self._grant_found(group, segments, runs)
-        if self._disks is not None or self._memory.unreachable:
+        if self.disks is not None or self._memory.unreachable:
             found = self._readable(group, segments, runs, found)
         num_found = runs_of.num_blocks(found)
         self.counters.got += num_found
@@ -124,8 +124,8 @@ class MooncakePool:
         in_memory = self._found(group, segments, runs)
         own = () if reader is None else self._memory.segments(reader)
         tiers = [(Tier.MEMORY, in_memory, self._memory.places)]
-        if self._disks is not None:
-            tiers.append((Tier.DISK, runs_of.subtract(runs, in_memory), self._disks.places))
+        if self.disks is not None:
+            tiers.append((Tier.DISK, runs_of.subtract(runs, in_memory), self.disks.places))
         for tier, tier_runs, places in tiers:
             for lineage, start, end in pieces(group, segments, tier_runs):
                 for place in places(lineage, start, end):
@@ -172,10 +172,10 @@ class MooncakePool:
                 removed.append((extent.start, extent.end))
                 self._leave(lineage, extent.start, extent.end)
         gone = runs_of.normalize(removed)
-        if self._disks is not None:
+        if self.disks is not None:
             on_disk = self._on_disk(group, segments, runs)
             for lineage, start, end in pieces(group, segments, on_disk):
-                self._disks.remove(lineage, start, end)
+                self.disks.remove(lineage, start, end)
             self.counters.removed_from_disk += runs_of.num_blocks(runs_of.subtract(on_disk, gone))
             gone = runs_of.union(gone, on_disk)
         self.counters.removed += runs_of.num_blocks(gone)
@@ -211,15 +211,15 @@ class MooncakePool:
             for start, end, _, copies in self._memory.places(lineage, extent.start, extent.end):
                 used_bytes += (end - start) * copies * self._block_bytes[lineage[0]]
         assert num_objects == self.num_objects
-        # What a dead client had is counted in places, and used by nobody.
-        assert used_bytes == self.used_bytes or (self.counters.lost and used_bytes > self.used_bytes), used_bytes
+        # Places still name what dead clients had, of which the memory itself knows.
+        assert used_bytes == self.used_bytes or self._memory.unreachable, (used_bytes, self.used_bytes)
         bound_bytes = self._memory.capacity_bytes if self._may_overstay else self._watermark_bytes
         assert self.used_bytes <= bound_bytes, (used_bytes, bound_bytes)
         counted = self.counters
         gone = counted.evicted + counted.removed - counted.removed_from_disk + counted.lost
         assert counted.put + counted.promoted == self.num_objects + gone, counted
-        if self._disks is not None:
-            self._disks.audit()
+        if self.disks is not None:
+            self.disks.audit()
 
     def _tick(self, now_ns: int) -> None:
         assert now_ns >= self._now_ns, (now_ns, self._now_ns)
@@ -227,8 +227,8 @@ class MooncakePool:
         self._grants += 1
         if self._memory.is_mourned(now_ns):
             self._bury()
-        if self._disks is not None:
-            self._promote(self._disks)
+        if self.disks is not None:
+            self._promote(self.disks)
 
     def _found(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
         """The blocks of `runs` that are here, without granting anything."""
@@ -236,13 +236,13 @@ class MooncakePool:
         return runs_of.normalize([run for piece in pieces(group, segments, runs) for run in held(*piece)])
 
     def _on_disk(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
-        assert self._disks is not None
-        held = self._disks.held
+        assert self.disks is not None
+        held = self.disks.held
         return runs_of.normalize([run for piece in pieces(group, segments, runs) for run in held(*piece)])
 
     def _absent(self, group: GroupId, segments: Segments, runs: Runs) -> Iterator[Piece]:
         """The parts of `runs` that are not here, in the order of the sequence."""
-        if self._disks is not None:
+        if self.disks is not None:
             runs = runs_of.subtract(runs, self._on_disk(group, segments, runs))
         for lineage, start, end in pieces(group, segments, runs):
             for extent in self._extents.overlapping(lineage, start, end):
@@ -267,11 +267,11 @@ class MooncakePool:
         gone = self._memory.unreachable
         readable = reachable(pieces(group, segments, in_memory), self._memory.places, gone)
         self.counters.unreadable += runs_of.num_blocks(in_memory) - runs_of.num_blocks(readable)
-        if self._disks is None:
+        if self.disks is None:
             return readable
         on_disk = self._on_disk(group, segments, runs_of.subtract(runs, readable))
-        alive = reachable(pieces(group, segments, on_disk), self._disks.places, gone)
-        read = self._disks.read(list(pieces(group, segments, alive)))
+        alive = reachable(pieces(group, segments, on_disk), self.disks.places, gone)
+        read = self.disks.read(list(pieces(group, segments, alive)))
         staged = runs_of.normalize((start, end) for _, start, end in read)
         self.counters.got_from_disk += runs_of.num_blocks(staged)
         self.counters.unreadable += runs_of.num_blocks(runs_of.subtract(on_disk, alive))
@@ -295,8 +295,8 @@ class MooncakePool:
                 self._pins.note(lineage, mark)
             self.num_objects += filled - start
             self.counters.put += filled - start
-            if self._disks is not None and self._disks.offload is Offload.ON_PUT:
-                self._write(self._disks, lineage, start, filled)
+            if self.disks is not None and self.disks.offload is Offload.ON_PUT:
+                self._write(self.disks, lineage, start, filled)
         return runs_of.normalize(refused)
 
     def _leave(self, lineage: Lineage, start: int, end: int) -> None:
@@ -332,7 +332,7 @@ class MooncakePool:
                 _, negative_end, start, lineage = found
                 end = -negative_end
                 count = min(goal - evicted, end - start)
-                if self._disks is not None and not self._offload(self._disks, lineage, end - count, end):
+                if self.disks is not None and not self._offload(self.disks, lineage, end - count, end):
                     return evicted
                 self._extents.cut(lineage, end - count, end)
                 self._leave(lineage, end - count, end)
@@ -385,15 +385,15 @@ class MooncakePool:
                 self._extents.cut(lineage, start, end)
                 self._leave(lineage, start, end)
                 self.counters.lost += end - start
-        if self._disks is not None:
-            self.counters.lost_from_disk += self._disks.lose(self._memory.gone)
+        if self.disks is not None:
+            self.counters.lost_from_disk += self.disks.lose(self._memory.gone)
         self._resize()
 
     def _resize(self) -> None:
         self._watermark_bytes = int(self._memory.capacity_bytes * self._watermark)
         self._may_overstay = True
-        if self._disks is not None:
-            self._disks.num_clients = self._memory.num_clients
+        if self.disks is not None:
+            self.disks.num_clients = self._memory.num_clients
 
 
 def _ceil_share(num_objects: int, share: Fraction) -> int:
