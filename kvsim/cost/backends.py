@@ -3,9 +3,11 @@
 from kvsim.catalog import Device, LlmModel
 from kvsim.config.cluster import TABLE, EngineConfig
 from kvsim.cost.deployment import Deployment
+from kvsim.cost.parallel import Parallel
 from kvsim.cost.roofline import Roofline
 from kvsim.cost.shipped import shipped_table
 from kvsim.cost.step_time import StepTimeModel
+from kvsim.llm.model import ExpertPlacement
 
 
 def make_step_time(engine: EngineConfig, model: LlmModel, device: Device) -> StepTimeModel:
@@ -19,6 +21,6 @@ def make_step_time(engine: EngineConfig, model: LlmModel, device: Device) -> Ste
     )
     if engine.step_time.startswith(TABLE):
         return shipped_table(engine.step_time.removeprefix(TABLE), deployment)
-    if engine.num_gpus > 1:
-        raise ValueError("engine.tensor_parallel_size and engine.data_parallel_size of 1 with step_time roofline")
-    return Roofline(model, device)
+    placement = ExpertPlacement.WHOLE if engine.enable_expert_parallel else ExpertPlacement.CUT
+    parallel = Parallel(engine.tensor_parallel_size, engine.data_parallel_size, placement)
+    return Roofline(model, device, parallel, None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype)

@@ -1,117 +1,161 @@
-"""Step times of a dense grouped-query transformer on one GPU, from published peaks and utilisations alone.
+"""Step times of a model on the GPUs of one instance, from published peaks and utilisations alone.
 
-    step = linear + attention + lm_head + overhead
-    linear     max(flops at the phase's utilisation, weight bytes / bandwidth), all tokens of the batch together
-    attention  a kernel per prefill chunk, max(flops, KV bytes / bandwidth), and one for all decodes, affine in context
-    lm_head    one row per request of the batch (the engine samples after every chunk and discards), a matrix of its own
-    overhead   launch latency of the small operators, a constant per step
+    step = matrices + experts + attention + states + lm_head + collectives + overhead
+    matrices     of attention, dense layers and shared experts: max(flops, bytes / bandwidth), all tokens together
+    experts      the same, with the bytes of the experts that the batch can be expected to touch (`experts`)
+    attention    max(flops of all pairs, bytes of what is kept), a kernel per prefill chunk; decodes straight in context
+    states       of recurrent layers: max(flops, read and written once per request)
+    lm_head      one row per request of the batch (the engine samples after every chunk and discards)
+    collectives  over NVLink, with a latency each (`parallel`)
+    overhead     launch latency of the small operators, a constant per step
 
-Every constant comes from `models/`; none is fitted. Against aiconfigurator's measured operators for Llama-3.1-8B on
-one H100 (vLLM database 0.24, one request or one decode batch per step) this model takes 0.80 to 1.56 of its prefill
-times (median 1.48) and 0.90 to 1.17 of its decode times (median 1.08). Prefill is pessimistic because the published
-utilisation of 45 % is: the measured kernels reach about 66 %.
-Not modelled: several GPUs, host scheduling time (hidden by asynchronous scheduling), sampling.
+Every constant has its source; none is fitted. docs/STEP_TIMES.md has the agreement with measured operators, and what
+is not modelled.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from kvcore.errors import require
 from kvcore.units import div_ceil
-from kvsim.catalog import Device, LlmModel
-from kvsim.clock import PS_PER_NS, PS_PER_S
+from kvsim.catalog import Device
+from kvsim.clock import PS_PER_NS
+from kvsim.cost.attention import ATTENTION_DTYPE, Attention
+from kvsim.cost.experts import ExpertLayers
+from kvsim.cost.parallel import ONE_GPU, Collectives, Parallel
+from kvsim.cost.rates import Rates
 from kvsim.cost.step_time import DecodeLine, PrefillChunk
-from kvsim.llm.layers import GroupedQuery
-
-FLOPS_PER_MAC = 2
-PERCENT = 100
+from kvsim.llm.cache import LayerWork
+from kvsim.llm.dtypes import KVCacheDtype, WeightDtype
+from kvsim.llm.model import LlmModel, Matrices
 
 # Operators of a decoder layer that only stream activations: two residual-add norms, rotary embedding, KV cache write,
-# activation. Matrix products and attention have their own terms. Outside the layers: token embedding and final norm.
+# activation; of a mixture of experts beside them: choice, permutation and sum. Matrix products and attention have
+# their own terms. Outside the layers: token embedding and final norm.
 SMALL_OPS_PER_LAYER = 5
+SMALL_OPS_PER_MIXTURE = 3
 SMALL_OPS_OUTSIDE = 2
 
 
-class Roofline:
-    """`StepTimeModel` of `model` on one `device`.
+class Work(NamedTuple):
+    """What one data parallel rank has of a step, and all of them together."""
 
-    Each term is one exact rational rounded up once, so a step is at most 5 ps + 1 ps per chunk above the formula;
-    the decode slope alone is an integer of its own: at most 1 ps per context token (2e-5 of it) too slow.
+    prefill_tokens: int
+    decodes: int
+    chunks: int
+    all_prefill_tokens: int
+    all_decodes: int
+
+
+class Product(NamedTuple):
+    """Matrices of one type that all tokens pass."""
+
+    num_params: int
+    dtype: WeightDtype
+    read_ps: int
+
+
+class Roofline:
+    """`StepTimeModel` of `model` on GPUs of one kind.
+
+    Each term is rounded up once, so that a step is some picoseconds above the formula; a decode's time per token of
+    context is an integer of its own, at most 2 ps for each kind of attention layer too slow.
     """
 
     __slots__ = (
-        "_attention_flops",
+        "_attention",
+        "_collectives",
         "_decode_base_ps",
-        "_decode_flops_per_s",
-        "_decode_slope_ps",
-        "_kv_bytes",
-        "_lm_head_flops",
-        "_lm_head_read_ps",
-        "_linear_flops",
-        "_memory_bytes_per_s",
+        "_experts",
+        "_lm_head",
+        "_matrices",
         "_overhead_ps",
-        "_prefill_flops_per_s",
-        "_weights_read_ps",
+        "_parallel",
+        "_rates",
+        "_states",
     )
 
-    def __init__(self, model: LlmModel, device: Device) -> None:
-        kernels = device.kernels
-        # Rates times PERCENT: utilisations are whole percents, so the scale keeps the rates integer.
-        self._prefill_flops_per_s = device.compute.bf16_flops_per_s * kernels.prefill_flops_utilisation_percent
-        self._decode_flops_per_s = device.compute.bf16_flops_per_s * kernels.decode_flops_utilisation_percent
-        self._memory_bytes_per_s = device.memory.bandwidth_bytes_per_s * kernels.memory_utilisation_percent
-        weights, scans = model.rank_weights(), [(w.num_layers, scan) for w in model.work() for scan in w.scans]
-        dense = not weights.experts and weights.attention.dtype == weights.feed_forward.dtype == "bf16"
-        plain = all(isinstance(layer, GroupedQuery) and layer.window is None for layer in model.attention)
-        require(dense and plain, "model", model.name, "dense, in bf16, with full grouped-query attention")
-
-        linear_params = weights.attention.num_params + weights.feed_forward.num_params
-        self._linear_flops = FLOPS_PER_MAC * linear_params
-        self._lm_head_flops = FLOPS_PER_MAC * weights.lm_head.num_params
-        self._attention_flops = FLOPS_PER_MAC * sum(num_layers * scan.prefill_macs for num_layers, scan in scans)
-        self._kv_bytes = sum(num_layers * scan.entry_bytes for num_layers, scan in scans)
-        self._weights_read_ps = self._read_ps(weights.attention.size_bytes + weights.feed_forward.size_bytes)
-        self._lm_head_read_ps = self._read_ps(weights.lm_head.size_bytes)
-        self._decode_slope_ps = max(
-            self._read_ps(self._kv_bytes),
-            div_ceil(self._attention_flops * PERCENT * PS_PER_S, self._decode_flops_per_s),
-        )
-        num_small_ops = SMALL_OPS_PER_LAYER * model.num_layers + SMALL_OPS_OUTSIDE
+    def __init__(
+        self,
+        model: LlmModel,
+        device: Device,
+        parallel: Parallel = ONE_GPU,
+        kv_cache_dtype: KVCacheDtype | None = None,
+    ) -> None:
+        """`kv_cache_dtype`: None is the model's own."""
+        rates = Rates(device)
+        weights = model.rank_weights(parallel.tensor, parallel.data, parallel.experts)
+        work = model.work(parallel.tensor, kv_cache_dtype)
+        self._rates = rates
+        self._parallel = parallel
+        self._matrices = _products((weights.attention, weights.feed_forward), rates)
+        self._experts = [ExpertLayers(experts, rates) for experts in weights.experts]
+        (self._lm_head,) = _products((weights.lm_head,), rates)
+        self._attention = Attention(work, rates, parallel.data)
+        self._states = [layers for layers in work if layers.state_bytes]
+        self._collectives = Collectives(model, parallel, rates)
+        num_mixtures = sum(experts.num_layers for experts in weights.experts)
+        num_ops = SMALL_OPS_PER_LAYER * model.num_layers + SMALL_OPS_PER_MIXTURE * num_mixtures + SMALL_OPS_OUTSIDE
+        self._overhead_ps = num_ops * device.kernels.small_op_latency_ns * PS_PER_NS
         self._decode_base_ps: dict[int, int] = {}
-        self._overhead_ps = num_small_ops * kernels.small_op_latency_ns * PS_PER_NS
 
     def step_ps(self, chunks: Sequence[PrefillChunk], num_decodes: int, decode_context: int) -> int:
         """See `StepTimeModel.step_ps`."""
         if not chunks and not num_decodes:
             return 0
-        num_prefill_tokens = sum(new for _, new in chunks)
-        attention = sum(self._chunk_attention_ps(context, new) for context, new in chunks)
-        attention += self._decode_slope_ps * (decode_context + num_decodes)
-        return self._dense_ps(num_prefill_tokens, len(chunks), num_decodes) + attention + self._overhead_ps
+        if not chunks:
+            base_ps, slope_ps, _ = self.decode_affine_ps(num_decodes, decode_context)
+            return base_ps + slope_ps * decode_context
+        attention_ps = self._chunks_ps(chunks)
+        if num_decodes:
+            base_ps, slope_ps, _ = self._attention.decode_line(num_decodes, decode_context)
+            attention_ps += base_ps + slope_ps * decode_context
+        return self._dense_ps(self._work(chunks, num_decodes)) + attention_ps
 
     def decode_affine_ps(self, num_decodes: int, decode_context: int) -> DecodeLine:
         """See `StepTimeModel.decode_affine_ps`."""
-        base_ps = self._decode_base_ps.get(num_decodes)
-        if base_ps is None:
-            base_ps = self._dense_ps(0, 0, num_decodes) + self._decode_slope_ps * num_decodes + self._overhead_ps
-            self._decode_base_ps[num_decodes] = base_ps
-        return DecodeLine(base_ps, self._decode_slope_ps, None)
+        dense_ps = self._decode_base_ps.get(num_decodes)
+        if dense_ps is None:
+            dense_ps = self._decode_base_ps[num_decodes] = self._dense_ps(self._work((), num_decodes))
+        base_ps, slope_ps, max_context = self._attention.decode_line(num_decodes, decode_context)
+        return DecodeLine(dense_ps + base_ps, slope_ps, max_context)
 
-    def _dense_ps(self, num_prefill_tokens: int, num_chunks: int, num_decodes: int) -> int:
-        """Linear layers over all tokens, lm_head over a row per request; weights are read once for both phases."""
-        linear = max(self._flops_ps(self._linear_flops, num_prefill_tokens, num_decodes), self._weights_read_ps)
-        lm_head = max(self._flops_ps(self._lm_head_flops, num_chunks, num_decodes), self._lm_head_read_ps)
-        return linear + lm_head
+    def _work(self, chunks: Sequence[PrefillChunk], num_decodes: int) -> Work:
+        lengths = [new for _, new in chunks]
+        total = sum(lengths)
+        own = self._parallel.busiest(total, max(lengths, default=0))
+        own_chunks, own_decodes = (div_ceil(count, self._parallel.data) for count in (len(chunks), num_decodes))
+        return Work(own, own_decodes, own_chunks, total, num_decodes)
 
-    def _chunk_attention_ps(self, context_len: int, num_new_tokens: int) -> int:
-        """Token i of the chunk attends to context_len + i + 1 keys; the KV of context and chunk is read once."""
-        num_pairs = num_new_tokens * context_len + num_new_tokens * (num_new_tokens + 1) // 2
-        flops_ps = self._flops_ps(self._attention_flops, num_pairs, 0)
-        return max(flops_ps, self._read_ps(self._kv_bytes * (context_len + num_new_tokens)))
+    def _chunks_ps(self, chunks: Sequence[PrefillChunk]) -> int:
+        times_ps = [self._attention.chunk_ps(context, new) for context, new in chunks]
+        return self._parallel.busiest(sum(times_ps), max(times_ps))
 
-    def _flops_ps(self, flops: int, num_prefill: int, num_decode: int) -> int:
-        """Time of `flops` for each of num_prefill + num_decode units, at the utilisation of each one's phase."""
-        work = num_prefill * self._decode_flops_per_s + num_decode * self._prefill_flops_per_s
-        return div_ceil(flops * PERCENT * PS_PER_S * work, self._prefill_flops_per_s * self._decode_flops_per_s)
+    def _dense_ps(self, work: Work) -> int:
+        """All but attention; weights are read once for both phases."""
+        tokens, decodes = work.prefill_tokens, work.decodes
+        own, together = tokens + decodes, work.all_prefill_tokens + work.all_decodes
+        times_ps = [self._product_ps(product, tokens, decodes) for product in self._matrices]
+        times_ps += [layers.step_ps(work.all_prefill_tokens, work.all_decodes) for layers in self._experts]
+        times_ps += [self._states_ps(layers, work) for layers in self._states]
+        times_ps.append(self._product_ps(self._lm_head, work.chunks, decodes))
+        return sum(times_ps) + self._collectives.step_ps(own, together) + self._overhead_ps
 
-    def _read_ps(self, size_bytes: int) -> int:
-        return div_ceil(size_bytes * PERCENT * PS_PER_S, self._memory_bytes_per_s)
+    def _product_ps(self, product: Product, prefill_rows: int, decode_rows: int) -> int:
+        num_params, dtype, read_ps = product
+        return max(self._rates.macs_ps(dtype, num_params * prefill_rows, num_params * decode_rows), read_ps)
+
+    def _states_ps(self, layers: LayerWork, work: Work) -> int:
+        macs, requests = layers.num_layers * layers.state_macs, work.chunks + work.decodes
+        macs_ps = self._rates.macs_ps(ATTENTION_DTYPE, macs * work.prefill_tokens, macs * work.decodes)
+        return max(macs_ps, self._rates.read_ps(2 * layers.num_layers * layers.state_bytes * requests))
+
+
+def _products(matrices: Sequence[Matrices], rates: Rates) -> list[Product]:
+    """One for each type: what is bound by the same rates is bound together."""
+    types = dict.fromkeys(each.dtype for each in matrices)
+    return [_product([each for each in matrices if each.dtype == dtype], rates) for dtype in types]
+
+
+def _product(matrices: Sequence[Matrices], rates: Rates) -> Product:
+    num_params, size_bytes = (sum(each) for each in zip(*((m.num_params, m.size_bytes) for m in matrices), strict=True))
+    return Product(num_params, matrices[0].dtype, rates.read_ps(size_bytes))

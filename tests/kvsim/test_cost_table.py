@@ -153,7 +153,7 @@ def test_a_scenario_names_its_table():
         ("rooflines", "did you mean roofline?"),
         (
             "table:deepseek-v3_h200_tp8",
-            "expected model deepseek-v3, device h200-sxm, tensor_parallel_size 8, data_parallel_size 1, "
+            "expected model deepseek-v3, device h200, tensor_parallel_size 8, data_parallel_size 1, "
             "enable_expert_parallel false, as table:deepseek-v3_h200_tp8 was measured on, instead of "
             "model llama-3.1-8b, device h100-sxm, tensor_parallel_size 1; table:llama-3.1-8b_h100_tp1 fits",
         ),
