@@ -43,7 +43,6 @@ LEGAL: dict[str, frozenset[State]] = {
 }
 """In which states each event may come. A reset, answers, and reports of plans that have ended, may come in any."""
 
-
 _NOTHING_OFFERED = Offer(0)
 
 
@@ -108,7 +107,8 @@ class KVRequest:
         if self._considered_ns is None:
             self._considered_ns = now_ns
         if self._failed_loads >= self.policy.max_load_attempts or self.planner.limit(num_tokens) <= local_hit_len:
-            return self._offered(0)
+            self.state = State.WAITING  # for nothing of the pool's: an answer it has grows old without consequence
+            return _NOTHING_OFFERED
         answer = self._answer
         if answer is None or self._is_stale(answer, local_hit_len, now_ns):
             return self._ask(local_hit_len, num_tokens, now_ns)

@@ -247,7 +247,14 @@ def test_a_local_hit_that_grew_lowers_the_offer():
     offered(request, blocks((0, 6)))
     assert request.consider(4 * B, PROMPT, 0) == Offer(2 * B)
     assert request.granted(2 * B, 0).blocks == blocks((4, 6))
-    assert machine_after_growth(10 * B).state is State.OFFERED
+    assert machine_after_growth(10 * B).state is State.WAITING
+
+
+def test_time_changes_nothing_for_a_local_hit_that_is_whole():
+    """Else a driver that considers a request again when its offer grows old would do nothing else from then on."""
+    grown = machine_after_growth(9 * B)
+    assert grown.reconsider_at_ns == POLICY.offer_ttl_ns + 1
+    assert machine_after_growth(10 * B).reconsider_at_ns is None
 
 
 def machine_after_growth(local):

@@ -134,6 +134,27 @@ def test_without_a_pool():
     assert min(seen[what] for what in ("jumped", "evicted", "PREEMPTED", "FINISHED")) > 0, seen
 
 
+# Stores pin nearly all blocks of the engine; meanwhile an offer grows old, and the local hit grows until it is whole.
+PINNED_POOL = {"pool.segment_bytes_per_instance": 10**9, "link.bandwidth_bytes_per_s": 10**8} | {
+    "pool.offer_ttl_ms": 50,
+    "pool.max_storing_share": 1.0,
+}
+PINNED_ENGINE = engine(1, 4, 96, 1024, 37, 0.3)
+HIT_GROWS = [
+    Ask("turn", of=5, cut=7, new_len=32, output_len=0, gap_us=20000),
+    Ask(of=31, cut=3, new_len=69, output_len=0, gap_us=20000, delay_us=7000),
+    Ask("fork", of=35, cut=64, new_len=16, output_len=0, gap_us=20000),
+    Ask("turn", of=33, cut=16, new_len=32, output_len=16, delay_us=7000),
+    Ask("fork", of=17, cut=45, new_len=0, output_len=5, gap_us=1, delay_us=1),
+    Ask("fork", of=28, cut=3, new_len=16, output_len=16),
+    Ask("turn", of=32, cut=26, new_len=64, output_len=2, delay_us=1),
+    Ask("fork", of=8, cut=1, new_len=80, output_len=80, gap_us=5000),
+    Ask("fork", of=9, cut=0, new_len=80, output_len=37, gap_us=1),
+    Ask("fork", of=39, cut=48, new_len=63, output_len=47, gap_us=20000),
+    Ask(of=8, cut=80, new_len=57, output_len=1, gap_us=1),
+    Ask("turn", of=5, cut=7, new_len=32, output_len=0, gap_us=20000),
+]
+
 NAMED = ("cluster.routing", "pool.eviction", "pool.admission", "pool.loading", "pool.session_pin")
 
 
@@ -142,6 +163,7 @@ def test_with_a_pool():
 
     @given(ENGINES, POOLS, ASKS)
     @example(engine(2, 16, 300, 1024, 8192, 0.0), ROOMY_POOL, COMES_BACK)
+    @example(PINNED_ENGINE, PINNED_POOL, HIT_GROWS)
     @example(engine(1, 1, 178, 1, 8192, 0.0), SMALL_POOL | {"pool.lease_ttl_ms": 1}, OFFERED_AGAIN)
     def agree(settings, pool, asks):
         runs = both(scenario_of(settings | pool, "pool-16"), trace_of(asks))
