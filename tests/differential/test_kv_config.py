@@ -94,7 +94,7 @@ def test_any_mixture_of_windows_and_full_attention_is_grouped_as_by_vllm(kinds):
     assert ours(model, 1, "bfloat16") == theirs(model, 1, "bfloat16")
 
 
-# --- both sides in the same words ---------------------------------------------------------------------------------------
+# --- both sides in the same words -------------------------------------------------------------------------------------
 
 
 def ours(model, tp, dtype):
