@@ -31,6 +31,8 @@ class Phase(IntEnum):
     """Engines account for the step they ran: in order of instances."""
     SCHEDULE = 2
     """Engines decide their next step: in order of instances."""
+    STOP = 3
+    """The run ends, when all of the instant has happened."""
 
 
 _EVENT = EventPriority(Phase.EVENT)

@@ -1,11 +1,12 @@
-"""A fleet: instances behind one front, over one pool; requests arrive by the trace, or after what they follow."""
+"""A fleet: instances behind one front, over one pool, and the requests that arrive there."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol, TypeAlias
 
 from kvcore.request import KVRequest
+from kvsim.arrivals import Arrivals
 from kvsim.clock import Clock
+from kvsim.config.mode import Mode
 from kvsim.dispatcher import Dispatcher
 from kvsim.events import EventLog, Kind
 from kvsim.sequence import Sequence
@@ -33,6 +34,7 @@ class Cluster:
         self,
         clock: Clock,
         trace: Trace,
+        mode: Mode,
         block_size: int,
         capacity_tokens: int,
         num_instances: int,
@@ -42,38 +44,31 @@ class Cluster:
     ) -> None:
         self.log = EventLog()
         self.sequences: list[Sequence | None] = [None] * trace.num_requests
-        """By request; None for one that was rejected."""
-        self.num_done = 0
-        """Requests that completed or were rejected."""
+        """By request; None for one that was rejected or did not arrive."""
+        self.arrivals = Arrivals(clock, self.log, trace, mode, self._arrive)
         self._clock = clock
         self._trace = trace
         self._block_size = block_size
         self._capacity_tokens = capacity_tokens
         self._dispatcher = dispatcher
         self._make_machine = make_machine
-        self._followers = _followers(trace)
-        self._starts = [index for index, before in enumerate(trace.after.tolist()) if before == index]
-        self._arrival_ps = trace.arrival_ps.tolist()
-        self._delay_ps = trace.delay_ps.tolist()
         self._input_len = trace.input_len.tolist()
         self._output_len = trace.output_len.tolist()
         self._session = trace.session.tolist()
         self.engines = [make_engine(index, self.log, self._finished) for index in range(num_instances)]
 
-    def run(self) -> None:
-        """Until every request has completed or was rejected, and every transfer has ended."""
-        if self._starts:
-            self._clock.at(self._arrival_ps[self._starts[0]], partial(self._arrive_from, 0))
-        self._clock.run()
+    @property
+    def num_done(self) -> int:
+        """Requests that completed or were rejected."""
+        return self.arrivals.num_done
 
-    def _arrive_from(self, position: int) -> None:
-        """Let every request of this instant arrive, in order, and set the alarm for the next."""
-        starts, now_ps = self._starts, self._clock.now_ps
-        while position < len(starts) and self._arrival_ps[starts[position]] <= now_ps:
-            self._arrive(starts[position])
-            position += 1
-        if position < len(starts):
-            self._clock.at(self._arrival_ps[starts[position]], partial(self._arrive_from, position))
+    def run(self) -> None:
+        """Until every request has completed or was rejected, and every transfer has ended.
+
+        After a run that is stopped, what is in flight comes to its end without anybody else arriving.
+        """
+        self.arrivals.begin()
+        self._clock.run()
 
     def _arrive(self, index: int) -> None:
         input_len, output_len = self._input_len[index], self._output_len[index]
@@ -82,7 +77,7 @@ class Cluster:
         num_tokens = input_len + max(1, output_len)
         if num_tokens > self._capacity_tokens:
             self._log(Kind.REJECTED, index, num_tokens, self._capacity_tokens)
-            self._done(index)
+            self.arrivals.done(index)
             return
         segments = self._trace.segments(index, self._block_size)
         sequence = Sequence(index, input_len, max(1, output_len), segments)
@@ -93,21 +88,7 @@ class Cluster:
 
     def _finished(self, sequence: Sequence) -> None:
         self._dispatcher.finished(sequence)
-        self._done(sequence.index)
-
-    def _done(self, index: int) -> None:
-        self.num_done += 1
-        for follower in self._followers.get(index, ()):
-            self._clock.after(self._delay_ps[follower], partial(self._arrive, follower))
+        self.arrivals.done(sequence.index)
 
     def _log(self, kind: Kind, index: int, a: int, b: int) -> None:
         self.log.add(self._clock.now_ps, kind, index, a, b)
-
-
-def _followers(trace: Trace) -> dict[int, list[int]]:
-    """For each request, those that start after it."""
-    followers: dict[int, list[int]] = {}
-    for index, before in enumerate(trace.after.tolist()):
-        if before != index:
-            followers.setdefault(before, []).append(index)
-    return followers

@@ -27,10 +27,15 @@ class Kind(IntEnum):
     """A store ended. a: blocks written, b: blocks rejected."""
     FINISHED = 7
     """a: output_len, b: instance."""
+    STOPPED = 8
+    """The run ended before it did. a: 1 if it had arrived, else 0; b: 0."""
 
 
 class EventLog:
     """Events in the order they happened, as one flat array of (time_ps, kind, request, a, b).
+
+    A run that is stopped ends there: its log tells of nothing later. What was in flight still comes to its end, so that
+    all of it can be accounted for; these events are kept behind the others.
 
     `usage` is what the machines did meanwhile; it depends on how a simulation is computed, and is in no digest.
     """
@@ -39,6 +44,8 @@ class EventLog:
 
     def __init__(self) -> None:
         self.rows = array("q")
+        """All of them, those after the end included."""
+        self._end: int | None = None
         self.usage = Usage()
 
     def add(self, time_ps: int, kind: Kind, request: int, a: int = 0, b: int = 0) -> None:
@@ -48,9 +55,18 @@ class EventLog:
         except OverflowError:
             raise TooLong(time_ps) from None
 
+    def end(self) -> None:
+        """The run ends here."""
+        assert self._end is None
+        self._end = len(self.rows)
+
+    def told(self) -> "array[int]":
+        """The events of the run."""
+        return self.rows[: self._end]
+
     def __len__(self) -> int:
-        return len(self.rows) // self.WIDTH
+        return (len(self.rows) if self._end is None else self._end) // self.WIDTH
 
     def digest(self) -> str:
-        """16 hex digits over every event."""
-        return hashlib.sha256(self.rows.tobytes()).hexdigest()[:16]
+        """16 hex digits over every event of the run."""
+        return hashlib.sha256(self.told().tobytes()).hexdigest()[:16]

@@ -13,7 +13,7 @@ from kvcore.runs import normalize, subtract
 from kvcore.types import Run, Runs, StreamId
 from kvsim.events import Kind
 from kvsim.links.parcel import Tier
-from kvsim.metrics import Events
+from kvsim.metrics import Events, to_the_last
 from kvsim.pool.client import Moved, PoolClient
 from kvsim.run import Simulation
 from kvsim.sequence import Sequence, Status
@@ -32,7 +32,7 @@ class InvariantBroken(AssertionError):
 
 def check(simulation: Simulation) -> str:
     """Check every invariant of a simulation that has run; returns "ok", or raises InvariantBroken."""
-    events = Events(simulation.log)
+    events = to_the_last(simulation.log)
     for number, invariant in INVARIANTS.items():
         try:
             invariant(simulation, events)
@@ -46,21 +46,37 @@ def check(simulation: Simulation) -> str:
 
 
 def requests_conserved(simulation: Simulation, events: Events) -> None:
-    """Every request arrives once and ends once, completed with all its tokens or rejected."""
+    """Every request arrives once and ends once: completed with all its tokens, rejected, or stopped with the run."""
     num_requests = len(simulation.cluster.sequences)
     counts = {kind: np.bincount(events.of(kind).request, minlength=num_requests) for kind in Kind}
-    ended = counts[Kind.FINISHED] + counts[Kind.REJECTED]
-    assert (counts[Kind.ARRIVED] == 1).all(), f"requests {_where(counts[Kind.ARRIVED] != 1)} arrived not once"
-    assert (ended == 1).all(), f"requests {_where(ended != 1)} ended not once"
+    arrived, stopped = events.of(Kind.ARRIVED), events.of(Kind.STOPPED)
+    is_absent = np.zeros(num_requests, dtype=np.int64)
+    is_absent[stopped.request] = 1 - stopped.a
+    wrong = counts[Kind.ARRIVED] != 1 - is_absent
+    assert not wrong.any(), f"requests {_where(wrong)} arrived not once"
+    wrong = counts[Kind.FINISHED] + counts[Kind.REJECTED] != counts[Kind.ARRIVED]
+    assert not wrong.any(), f"requests {_where(wrong)} ended not once"
     for kind in (Kind.ADMITTED, Kind.FIRST_TOKEN):
         differs = counts[kind] != counts[Kind.FINISHED]
         assert not differs.any(), f"requests {_where(differs)}: {kind.name} not once for each completion"
-    assert simulation.cluster.num_done == num_requests, (simulation.cluster.num_done, num_requests)
-    arrived, finished = events.of(Kind.ARRIVED), events.of(Kind.FINISHED)
+    _check_told(simulation)
+    finished = events.of(Kind.FINISHED)
     output_len = np.zeros(num_requests, dtype=np.int64)
     output_len[arrived.request] = np.maximum(arrived.b, 1)
     short = finished.a != output_len[finished.request]
     assert not short.any(), f"requests {finished.request[short][:3]} have not the output they were to have"
+
+
+def _check_told(simulation: Simulation) -> None:
+    """The run tells one end of each request, where it was stopped as where it was not."""
+    told, num_requests = Events(simulation.log), len(simulation.cluster.sequences)
+    done, stopped = (
+        np.concatenate([told.of(kind).request for kind in kinds])
+        for kinds in ((Kind.FINISHED, Kind.REJECTED), (Kind.STOPPED,))
+    )
+    wrong = np.bincount(np.concatenate((done, stopped)), minlength=num_requests) != 1
+    assert not wrong.any(), f"requests {_where(wrong)} completed, were rejected or stopped not once"
+    assert simulation.cluster.num_done == len(done), (simulation.cluster.num_done, len(done), num_requests)
 
 
 LIFE = (Kind.ARRIVED, Kind.ADMITTED, Kind.FIRST_TOKEN, Kind.FINISHED)

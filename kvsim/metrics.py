@@ -1,5 +1,6 @@
 """From an event log to numbers: pure functions, each number defined beside its name."""
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,13 +27,15 @@ class Spread:
 @dataclass(frozen=True, slots=True)
 class Metrics:
     """A run in numbers; None where nothing was there to measure. Hit rates are tokens over prompt tokens, summed over
-    the requests that were admitted, each as of its first admission."""
+    the requests that were admitted and whose load, if any, had ended, each as of its first admission."""
 
     requests_completed: int
     requests_rejected: int
+    requests_stopped: int
+    """Those that a run that was stopped left unfinished, arrived or not."""
     rejected_reasons: dict[str, int]
     simulated_s: float
-    """Makespan: from the start of the trace to the last completion."""
+    """Makespan: from the start of the trace to the last completion, or to where the run was stopped."""
     hit_rate: float | None
     """Local and external together."""
     hit_rate_local: float | None
@@ -63,6 +66,7 @@ def measure(log: EventLog, num_gpus: int) -> Metrics:
     return Metrics(
         requests_completed=int(requests.is_finished.sum()),
         requests_rejected=rejected,
+        requests_stopped=len(requests.events.of(Kind.STOPPED).request),
         rejected_reasons={TOO_LONG: rejected} if rejected else {},
         simulated_s=makespan_s,
         hit_rate=None if local is None or external is None else local + external,
@@ -98,10 +102,10 @@ class Columns:
 
 
 class Events:
-    """A log as columns: a copy, so that the log may grow."""
+    """A run's log as columns: a copy, so that the log may grow."""
 
     def __init__(self, log: EventLog | Columns) -> None:
-        self.all = log if isinstance(log, Columns) else _columns(log)
+        self.all = log if isinstance(log, Columns) else _columns(log.told())
 
     def of(self, kind: Kind) -> Columns:
         """The events of one kind."""
@@ -110,8 +114,13 @@ class Events:
         return Columns(*(column[chosen] for column in (every.time_ps, every.kind, every.request, every.a, every.b)))
 
 
-def _columns(log: EventLog) -> Columns:
-    return Columns(*np.array(log.rows, dtype=np.int64).reshape(-1, EventLog.WIDTH).T)
+def to_the_last(log: EventLog) -> Events:
+    """A log with what happened after the run was stopped, in which all that was in flight comes to its end."""
+    return Events(_columns(log.rows))
+
+
+def _columns(rows: "array[int]") -> Columns:
+    return Columns(*np.array(rows, dtype=np.int64).reshape(-1, EventLog.WIDTH).T)
 
 
 class Requests:
@@ -128,8 +137,9 @@ class Requests:
         self.is_finished = self._is_in(Kind.FINISHED)
 
     def makespan_s(self) -> float:
-        """Start of the trace to the last completion."""
-        return int(self.events.of(Kind.FINISHED).time_ps.max(initial=0)) / PS_PER_S
+        """Start of the trace to the last completion, or to where the run was stopped."""
+        ends = (self.events.of(kind).time_ps.max(initial=0) for kind in (Kind.FINISHED, Kind.STOPPED))
+        return int(max(ends)) / PS_PER_S
 
     def completed_tokens(self) -> int:
         """Prompt and output tokens of the completed requests."""
@@ -137,11 +147,13 @@ class Requests:
 
     def hit_rates(self) -> tuple[float | None, float | None]:
         """Local and external hit tokens over prompt tokens."""
-        prompt_tokens = int(self.input_len[self.is_admitted].sum())
+        admitted = self.events.of(Kind.ADMITTED)
+        is_counted = (admitted.b == 0) | self._is_in(Kind.LOADED)[admitted.request]
+        prompt_tokens = int(self.input_len[admitted.request][is_counted].sum())
         if not prompt_tokens:
             return None, None
-        local = int(self.events.of(Kind.ADMITTED).a.sum())
-        return local / prompt_tokens, int(self.external_hit_len().sum()) / prompt_tokens
+        local, external = int(admitted.a[is_counted].sum()), int(self.external_hit_len()[is_counted].sum())
+        return local / prompt_tokens, external / prompt_tokens
 
     def ttft_ps(self) -> Column:
         """Arrival to first token, of those that have one."""

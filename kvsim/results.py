@@ -17,6 +17,7 @@ from kvsim.run import SharedPool, Simulation, decisions_digest
 from kvsim.scenario import Scenario
 from kvsim.workload.trace import Trace
 
+COUNTS = ("requests_completed", "requests_rejected", "simulated_s")
 OUT_EXPECTED = "a new or empty folder; nothing is ever overwritten"
 
 
@@ -37,7 +38,8 @@ def document(simulation: Simulation, engine: str, wall_s: Callable[[], float]) -
         "digest": digest(simulation.log, decided),
         "decisions_digest": decided,
     }
-    counts = {name: metrics.pop(name) for name in ("requests_completed", "requests_rejected", "simulated_s")}
+    counts = {name: metrics.pop(name) for name in COUNTS}
+    stopped = metrics.pop("requests_stopped")
     tail = {name: metrics.pop(name) for name in ("preemptions", "late_misses")}
     size = {"wall_s": wall_s(), "events": len(simulation.log)}
     return {
@@ -48,6 +50,8 @@ def document(simulation: Simulation, engine: str, wall_s: Callable[[], float]) -
         "num_gpus": scenario.num_gpus,
         **tail,
         "invariants": checked,
+        "mode": scenario.workload.chosen(),
+        "requests_stopped": stopped,
         "rejected_reasons": rejected_reasons,
         "pool": None if simulation.pool is None else _pool(simulation.pool, scenario),
     }

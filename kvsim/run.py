@@ -149,6 +149,7 @@ def make_cluster(
     return Cluster(
         clock,
         trace,
+        scenario.workload,
         bounds.block_size,
         bounds.capacity_tokens,
         scenario.cluster.instances,

@@ -20,6 +20,7 @@ from kvsim.catalog import Device, LlmModel
 from kvsim.config.cluster import ClusterConfig, DeviceChoice, EngineConfig, ModelChoice, RoutingConfig
 from kvsim.config.faults import FaultConfig
 from kvsim.config.links import DriveConfig, HostConfig, LinkConfig, NetworkConfig
+from kvsim.config.mode import Mode
 from kvsim.config.pool import PoolConfig
 from kvsim.config.workload import TraceWorkload, Workload
 from kvsim.cost.backends import make_step_time
@@ -159,19 +160,22 @@ class Scenario(Table):
 
 
 def load(source: str, overrides: Iterable[str] = (), trace: TraceWorkload | None = None) -> Scenario:
-    """The scenario of a file or a shipped name, after `section.key=value` overrides; `trace` replaces the workload.
+    """The scenario of a file or a shipped name, after `section.key=value` overrides; `trace` replaces the workload,
+    whose mode can be set all the same.
 
     Raises InvalidToml, whose message is one line.
     """
     path = _path(source)
     data = toml.read(path)
     origin = path.name if path.name.removesuffix(".toml") == source else source
-    for override in overrides:
-        if trace is not None and override.lstrip().startswith("workload."):
-            raise _wrong(override, "no setting of [workload] beside a trace, which replaces it")
-        _apply(data, override)
     if trace is not None:
-        data["workload"] = trace
+        data["workload"] = trace.model_dump(exclude_defaults=True)
+    for override in overrides:
+        section, _, key = override.partition("=")[0].strip().partition(".")
+        if trace is not None and section == "workload" and key not in Mode.model_fields:
+            modes = ", ".join(Mode.model_fields)
+            raise _wrong(override, f"no setting of [workload] beside a trace, which replaces it, but {modes}")
+        _apply(data, override)
     return toml.validate(Scenario, data, origin)
 
 

@@ -42,10 +42,13 @@ def console(*, stderr: bool = False) -> Console:
 def run(result: Document) -> RenderableType:
     """One run."""
     requests = f"{result['requests_completed']:,} completed, {result['requests_rejected']:,} rejected"
+    if result["requests_stopped"]:
+        requests += f", {result['requests_stopped']:,} stopped with the run"
     reasons = [f"{reason}: {count:,}" for reason, count in result["rejected_reasons"].items()]
     throughput = _shown(result, "throughput_tokens_per_s", "{:,.0f}")
     per_gpu = _shown(result, "throughput_tokens_per_s_per_gpu", "{:,.0f}")
     facts = {
+        "offered": ", ".join(f"{key} {value}" for key, value in result["mode"].items()),
         "requests": "; ".join([requests, *reasons]),
         "hit rate": _hit_rates(result),
         "throughput": f"{throughput} tokens/s in and out, {per_gpu} per GPU, {result['num_gpus']} GPUs",

@@ -114,7 +114,8 @@ def _known_keys(tables: list[type[Table]], key: str) -> str:
     known = sorted({name for table in tables for name in table.model_fields})
     if key in known:
         return "no such key beside the others: it belongs to another kind of this section"
-    near = difflib.get_close_matches(key, known, n=2, cutoff=0.5)
+    surely = difflib.get_close_matches(key, known, n=1, cutoff=0.9)
+    near = surely or difflib.get_close_matches(key, known, n=2, cutoff=0.5)
     if near:
         return f"a known key; did you mean {' or '.join(near)}?"
     return f"a known key, one of: {', '.join(known)}"

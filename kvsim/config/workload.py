@@ -7,13 +7,14 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
 
 from kvsim import toml
-from kvsim.toml import Count, PositiveCount, Table
+from kvsim.config.mode import Mode
+from kvsim.toml import Count, PositiveCount
 from kvsim.workload.names import FormatName, TimeUnit
 
 GENERATORS = ("agentic", "codex")
 
 
-class AgenticWorkload(Table):
+class AgenticWorkload(Mode):
     """Sessions that never shrink: turn t's prompt is all before it plus `turn_len` new tokens."""
 
     generator: str
@@ -37,7 +38,7 @@ class AgenticWorkload(Table):
         return toml.one_of(name, GENERATORS)
 
 
-class CodexWorkload(Table):
+class CodexWorkload(Mode):
     """Codex on SWE-bench Pro, as `kvsim.workload.codex` generates it; what is not set has that module's default."""
 
     generator: Literal["codex"]
@@ -52,7 +53,7 @@ class CodexWorkload(Table):
     """Sessions start uniformly at random in [0, start_spread_s); 0 starts all at once."""
 
 
-class TraceWorkload(Table):
+class TraceWorkload(Mode):
     """A recorded trace; the format is sniffed by content when not given."""
 
     trace: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), AfterValidator(os.path.expanduser)]

@@ -1,11 +1,12 @@
 """Collects requests one by one and closes them into a `Trace`."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from kvsim.workload.trace import Column, Trace
+from kvsim.workload.trace import COLUMN_NAMES, Column, Trace
 
 
 @dataclass(slots=True)
@@ -72,30 +73,29 @@ class TraceBuilder:
 
     def build(self, name: str, format: str, granule_len: int) -> Trace:
         """The trace, ordered by recorded start; requests of one instant stay in the order they were added."""
-        arrival_ps = _column(self.arrival_ps)
-        order = np.argsort(arrival_ps, kind="stable")
-        row_of = np.empty_like(order)
-        row_of[order] = np.arange(len(order))
-        num_segments = _column(self.num_segments)
-        picked = _gather(num_segments, order)
-        reported = _column(self.reported_cached_len)
-        return Trace(
-            name=name,
-            format=format,
-            granule_len=granule_len,
-            arrival_ps=arrival_ps[order],
-            after=row_of[_column(self.after)[order]],
-            delay_ps=_column(self.delay_ps)[order],
-            session=_column(self.session)[order],
-            input_len=_column(self.input_len)[order],
-            output_len=_column(self.output_len)[order],
-            output_stream=_column(self.output_stream)[order],
-            num_granules=_column(self.num_granules)[order],
-            segment_offset=_offsets(num_segments[order]),
-            segment_stream=_column(self.segment_stream)[picked],
-            segment_end=_column(self.segment_end)[picked],
-            reported_cached_len=reported[order] if len(reported) else reported,
-        )
+        columns = {name: _column(getattr(self, name)) for name in BUILT}
+        return Trace(name, format, granule_len, **_in_order(columns, _column(self.num_segments)))
+
+
+def restarted(trace: Trace, arrival_ps: Column) -> Trace:
+    """The same requests with other starts, in order of these; whom a request waits for has not to start after it."""
+    columns = {name: getattr(trace, name) for name in BUILT} | {"arrival_ps": arrival_ps}
+    return replace(trace, **_in_order(columns, np.diff(trace.segment_offset)))
+
+
+BUILT = tuple(name for name in COLUMN_NAMES if name != "segment_offset")
+
+
+def _in_order(columns: dict[str, Any], num_segments: Column) -> dict[str, Any]:
+    """The columns of rows, and of their segments, in order of arrival; rows of one instant stay in their order."""
+    order = np.argsort(columns["arrival_ps"], kind="stable")
+    row_of = np.empty_like(order)
+    row_of[order] = np.arange(len(order))
+    orders = dict.fromkeys(("segment_stream", "segment_end"), _gather(num_segments, order))
+    if not len(columns["reported_cached_len"]):
+        orders["reported_cached_len"] = np.empty(0, dtype=np.int64)
+    moved = {name: column[orders.get(name, order)] for name, column in columns.items()}
+    return moved | {"after": row_of[moved["after"]], "segment_offset": _offsets(num_segments[order])}
 
 
 def _column(values: list[int]) -> Column:

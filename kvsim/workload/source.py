@@ -1,18 +1,34 @@
 """The trace that a scenario's [workload] section asks for."""
 
-from kvsim.config.workload import AgenticWorkload, CodexWorkload
+from typing import Any
+
+from kvsim.config.mode import Mode
+from kvsim.config.workload import AgenticWorkload, CodexWorkload, Workload
 from kvsim.scenario import Scenario
 from kvsim.workload import agentic, codex
 from kvsim.workload.load import load_trace
+from kvsim.workload.offered import offered
 from kvsim.workload.trace import Trace
 
 
 def trace_of(scenario: Scenario, *, use_cache: bool = True) -> Trace:
-    """Generated with the scenario's seed, or read from a file; raises TraceError for one that cannot be used."""
-    workload = scenario.workload
+    """The workload as its mode offers it, drawn with the scenario's seed.
+
+    Raises TraceError for a file that cannot be used, InvalidArgument for a mode that makes no sense with it.
+    """
+    seed = scenario.scenario.seed
+    return offered(recorded(scenario.workload, seed, use_cache=use_cache), scenario.workload, seed)
+
+
+def recorded(workload: Workload, seed: int, *, use_cache: bool) -> Trace:
+    """Generated, or read from a file."""
     if isinstance(workload, AgenticWorkload):
-        return agentic.generate(agentic.Agentic(**workload.model_dump(exclude={"generator"})), scenario.scenario.seed)
+        return agentic.generate(agentic.Agentic(**parameters(workload)), seed)
     if isinstance(workload, CodexWorkload):
-        chosen = workload.model_dump(exclude={"generator"}, exclude_none=True)
-        return codex.generate(codex.Codex(**chosen), scenario.scenario.seed)
+        return codex.generate(codex.Codex(**parameters(workload)), seed)
     return load_trace(workload.trace, workload.format, time_unit=workload.time_unit, use_cache=use_cache)
+
+
+def parameters(workload: Mode) -> dict[str, Any]:
+    """What is set of a generator's own."""
+    return workload.model_dump(exclude={"generator", *Mode.model_fields}, exclude_none=True)

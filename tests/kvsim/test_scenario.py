@@ -8,7 +8,7 @@ from kvsim.config.workload import AgenticWorkload, CodexWorkload, TraceWorkload
 from kvsim.results import scenario_toml
 from kvsim.toml import InvalidToml
 from kvsim.workload.codex import MAX_SESSIONS, PROVIDER_SHARED_LEN, Codex, generate
-from kvsim.workload.source import trace_of
+from kvsim.workload.source import parameters, trace_of
 from kvsim.workload.trace import columns_of
 
 
@@ -206,7 +206,7 @@ def test_both_sides_have_the_same_bounds():
     """A scenario's mistakes are told with their place: by its own bounds, which are those of the generator."""
     for field, largest in (("sessions", MAX_SESSIONS), ("shared_len", PROVIDER_SHARED_LEN)):
         sizes = {"generator": "codex", "sessions": 1, field: largest}
-        assert Codex(**CodexWorkload(**sizes).model_dump(exclude={"generator"}, exclude_none=True))
+        assert Codex(**parameters(CodexWorkload(**sizes)))
         with pytest.raises(ValueError):
             CodexWorkload(**{**sizes, field: largest + 1})
 
