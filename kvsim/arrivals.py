@@ -103,11 +103,12 @@ class Arrivals:
                 self._arrive_late(index)
 
     def _arrive_late(self, index: int) -> None:
-        at_ps = self._arrival_ps[index] + self._late_ps.get(self._session[index], 0)
-        if at_ps == self._clock.now_ps:
+        """As late as its session is; never inside the end of another one, which could go on without end."""
+        late_ps = self._late_ps.get(self._session[index])
+        if late_ps is None:
             self._arrive(index)
         else:
-            self._clock.at(at_ps, partial(self._arrive, index))
+            self._clock.at(self._arrival_ps[index] + late_ps, partial(self._arrive, index))
 
     def _pause_ps(self, index: int, follower: int) -> int:
         """From the end of a request to the start of one that follows it."""

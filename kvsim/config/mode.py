@@ -25,6 +25,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
 """Keys that come with each `starts`."""
 MAY_HAVE: dict[str, tuple[str, ...]] = {"diurnal": ("period_s", "peak_ratio", "profile")}
 DAY_S = 86_400.0
+MAX_SPAN_S = 9_000_000
+"""Longest time that a trace spans."""
 
 
 def _profile(value: object) -> tuple[float, ...]:
@@ -59,7 +61,7 @@ class Mode(Table):
     """What a session's later requests follow. "open": nothing, each starts when it was recorded to, counted from its
     session's start. "after_answer": the answer before, by the recorded pause. "start_to_start": the start before, by
     the recorded distance, or its answer when that comes later."""
-    turn_delay_s: Annotated[float, Field(ge=0)] | None = None
+    turn_delay_s: Annotated[float, Field(ge=0, le=MAX_SPAN_S)] | None = None
     """That pause or distance, instead of the recorded ones."""
     max_sessions: PositiveCount | None = None
     """Sessions open at once; the next one waits for one to end."""
@@ -67,7 +69,7 @@ class Mode(Table):
     """Every answer has this length."""
     min_output_len: Lens | None = None
     max_output_len: Lens | None = None
-    stop_after_s: Positive | None = None
+    stop_after_s: Annotated[float, Field(gt=0, le=MAX_SPAN_S)] | None = None
     """The run ends at this time, with what is unfinished."""
     stop_after_requests: PositiveCount | None = None
     """The run ends when so many requests have: completed, or rejected."""

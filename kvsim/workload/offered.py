@@ -13,7 +13,6 @@ from kvsim.config.mode import Mode
 from kvsim.workload.agentic import random_stream
 from kvsim.workload.builder import restarted
 from kvsim.workload.fields import MAX_SPAN_S, PS_PER_S, seconds_to_ps
-from kvsim.workload.quantiles import Floats
 from kvsim.workload.starts import drawn_s, rate_of
 from kvsim.workload.trace import Column, Trace
 
@@ -71,12 +70,12 @@ def _followed(trace: Trace, mode: Mode) -> Trace:
     arrival_ps = trace.arrival_ps
     if mode.turn_delay_s is not None:
         before = _previous(trace) if mode.pacing == "open" else before
-        arrival_ps = _spaced(arrival_ps, before, seconds_to_ps(mode.turn_delay_s))
+        arrival_ps = _spaced(arrival_ps, before, mode.turn_delay_s)
     delay_ps = np.zeros_like(trace.delay_ps)
     if mode.pacing == "after_answer":
         delay_ps = trace.delay_ps if mode.turn_delay_s is None else is_later * seconds_to_ps(mode.turn_delay_s)
     after = index if mode.pacing == "open" else before
-    return _restarted(replace(trace, after=after, delay_ps=delay_ps), arrival_ps, "turn_delay_s", mode.turn_delay_s)
+    return restarted(replace(trace, after=after, delay_ps=delay_ps), arrival_ps)
 
 
 def _previous(trace: Trace) -> Column:
@@ -120,12 +119,14 @@ def _from_first(trace: Trace) -> Column:
     return since
 
 
-def _spaced(arrival_ps: Column, before: Column, delay_ps: int) -> Column:
-    """Starts that are `delay_ps` after those of the requests before them."""
-    starts_ps = arrival_ps.tolist()
+def _spaced(arrival_ps: Column, before: Column, delay_s: float) -> Column:
+    """Starts that are `delay_s` after those of the requests before them."""
+    starts_ps, delay_ps = arrival_ps.tolist(), seconds_to_ps(delay_s)
     for index, earlier in enumerate(before.tolist()):
         if earlier != index:
             starts_ps[index] = starts_ps[earlier] + delay_ps
+    last_s = max(starts_ps) / PS_PER_S
+    require(last_s < MAX_SPAN_S, "workload.turn_delay_s", delay_s, f"starts within {MAX_SPAN_S} s, not {last_s:.6g} s")
     return np.array(starts_ps, dtype=np.int64)
 
 
@@ -140,21 +141,12 @@ def _started(trace: Trace, mode: Mode, seed: int) -> Trace:
     starts_s = np.zeros(len(first))
     if mode.starts != "all_at_once":
         starts_s = drawn_s(rate_of(mode), len(first), random_stream(seed, "starts of a mode"))
-    last_s = float(starts_s.max(initial=0))
-    fix = f"a rate that starts {len(first)} sessions in less than {MAX_SPAN_S} s"
+    arrival_s = starts_s[session] + _from_first(trace) / PS_PER_S
+    last_s = float(arrival_s.max())
+    fix = f"a rate at which all {len(first)} sessions start within {MAX_SPAN_S} s, not {last_s:.6g} s"
     require(last_s < MAX_SPAN_S, "workload.rate_per_s", mode.rate_per_s, fix)
-    arrival_ps = _from_first(trace) + _whole_ps(starts_s)[session]
-    return _restarted(trace, arrival_ps, "rate_per_s", mode.rate_per_s)
-
-
-def _whole_ps(times_s: Floats) -> Column:
-    return np.rint(times_s * PS_PER_S).astype(np.int64)
-
-
-def _restarted(trace: Trace, arrival_ps: Column, key: str, value: float | None) -> Trace:
-    last_s = int(arrival_ps.max(initial=0)) / PS_PER_S
-    require(last_s < MAX_SPAN_S, f"workload.{key}", value, f"starts within {MAX_SPAN_S} s, not up to {last_s:.6g} s")
-    return restarted(trace, arrival_ps)
+    starts_ps = np.rint(starts_s * PS_PER_S).astype(np.int64)
+    return restarted(trace, _from_first(trace) + starts_ps[session])
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
