@@ -1,4 +1,4 @@
-"""The command line: `kvsim run`, `report`, `hits`, `trace`, `scenarios`, `demo`.
+"""The command line: `kvsim run`, `report`, `hits`, `trace`, `scenarios`, `models`, `demo`.
 
 Results on standard output (a table, or with --json exactly one JSON document), everything else on standard error.
 Exit codes: 0; 1 when no request completed, when what was to be written could not be, or for a bug (with its traceback);
@@ -22,6 +22,7 @@ import click
 from kvsim.demo_command import demo
 from kvsim.document import Document, to_json
 from kvsim.generate_command import generate
+from kvsim.models_command import models
 from kvsim.options import format_option, json_option, no_cache_option, time_unit_option, trace_argument
 from kvsim.report_command import report
 from kvsim.trace_commands import convert
@@ -175,6 +176,7 @@ def scenarios(as_json: bool) -> None:
     show(scenario.scenarios(), "scenarios", as_json)
 
 
+app.add_command(models)
 app.add_command(report)
 app.add_command(demo)
 

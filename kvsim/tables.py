@@ -1,6 +1,7 @@
 """Documents as tables for people; every function takes what `--json` would print."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -98,6 +99,32 @@ def trace_stats(stats: Document) -> RenderableType:
 def scenarios(descriptions: Mapping[str, str]) -> RenderableType:
     """Names and descriptions."""
     return _pairs(descriptions)
+
+
+def models(listing: Document) -> RenderableType:
+    """The catalogue."""
+    table = _table(
+        "model", "parameters, 1e9", "active", "weights per GPU, GB", "KV bytes a token", "a sequence", "groups"
+    )
+    for model in listing["models"]:
+        sizes = (model["num_params"], model["num_active_params"], model["weight_bytes_per_gpu"])
+        kept = (f"{model[key]:,}" for key in ("kv_bytes_per_token", "kv_bytes_per_sequence"))
+        table.add_row(model["name"], *(f"{size / 1e9:,.1f}" for size in sizes), *kept, _groups(model["groups"]))
+    devices = _table("device", "memory, GiB", "TB/s", "bf16 TFLOP/s", "fp8", "fp4")
+    for device in listing["devices"]:
+        rates = (device[f"{kind}_flops_per_s"] for kind in ("bf16", "fp8", "fp4"))
+        memory = f"{device['memory_bytes'] / 2**30:,.0f}", f"{device['memory_bytes_per_s'] / 1e12:,.2f}"
+        devices.add_row(
+            device["name"], *memory, *(MISSING if rate is None else f"{rate / 1e12:,.0f}" for rate in rates)
+        )
+    title = f"tensor parallel {listing['tensor_parallel_size']}; KV in the pool, replicas once"
+    return Group(Text(title, "bold"), table, Text(), devices)
+
+
+def _groups(groups: Sequence[Document]) -> str:
+    """Groups of one kind as one: how many, of which kind, and tokens in a block."""
+    found = Counter((group["kind"], group["block_size"]) for group in groups)
+    return ", ".join(f"{count} x {kind} of {size}" for (kind, size), count in found.items())
 
 
 def _hit_rates(result: Document) -> str:

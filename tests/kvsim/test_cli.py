@@ -289,6 +289,21 @@ def test_scenarios():
     assert "pool-16 " in inside("scenarios").stdout
 
 
+def test_models():
+    listed = document("models", "--tensor-parallel-size", "4")
+    by_name = {model["name"]: model for model in listed["models"]}
+    qwen = by_name["qwen3.5-397b-a17b"]
+    assert (qwen["kv_bytes_per_token"], qwen["kv_bytes_per_sequence"]) == (30_720, 192_061_440)
+    assert [(group["kind"], group["num_shards"]) for group in qwen["groups"]] == [("state", 4)] * 3 + [("full", 2)]
+    assert {"h100-sxm", "gb200"} <= {device["name"] for device in listed["devices"]}
+    shown = inside("models").stdout
+    assert "1 x full of 16" in shown and "3 x state of 2096" in shown and "989" in shown
+
+
+def test_models_that_cannot_be_divided_are_not_listed():
+    assert document("models", "--tensor-parallel-size", "3")["models"] == []
+
+
 def test_the_formats_of_the_command_line_are_those_of_the_readers():
     of_scenarios, _ = get_args(TraceWorkload.model_fields["format"].annotation)
     assert FORMATS == tuple(load.FORMATS) == get_args(of_scenarios)

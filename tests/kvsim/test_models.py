@@ -23,6 +23,7 @@ BYTES_PER_TOKEN = {
     "qwen3-235b-a22b": 192_512,
     "minimax-m2.5": 253_952,
     "deepseek-v3": 70_272,
+    "deepseek-v3.1-nvfp4": 70_272,
     "kimi-k2.5-nvfp4": 70_272,
     "deepseek-v3.2": 85_888,
     "glm-5": 109_824,
@@ -37,6 +38,7 @@ BYTES_PER_TOKEN_AND_SEQUENCE = {
 AVERAGE_BYTES = {
     "deepseek-v4-pro": (FP8, 8_348, 4_566, 4_474),
     "deepseek-v4-flash": (FP8, 5_856, 3_190, 3_125),
+    "deepseek-v4-flash-nvfp4": (FP8, 5_856, 3_190, 3_125),
     "gemma-4-31b": (BF16, 901_120, 107_520, 88_320),
 }
 # Where the publisher rounds to one or two digits, by how much the layers may differ; all others by 1 %.
