@@ -301,7 +301,7 @@ def test_models():
 
 
 def test_models_that_cannot_be_divided_are_not_listed():
-    assert document("models", "--tensor-parallel-size", "3")["models"] == []
+    assert document("models", "--tensor-parallel-size", "5")["models"] == []
 
 
 def test_the_formats_of_the_command_line_are_those_of_the_readers():
