@@ -25,7 +25,7 @@ from kvsim.dispatcher import Dispatcher, Fleet, PoolHit
 from kvsim.events import EventLog
 from kvsim.instance import Instance
 from kvsim.links.paths import Path, SharedLink
-from kvsim.links.wiring import make_paths, make_threads, packing
+from kvsim.links.wiring import make_paths, make_threads, packing, put_sites
 from kvsim.pool.client import Means, PoolClient
 from kvsim.pool.host_cache import HostCache
 from kvsim.pool.policy import make_planner, make_policy, make_store
@@ -225,7 +225,8 @@ def _shared_pool(scenario: Scenario, clock: Clock, trace: Trace) -> SharedPool |
         clock.at(fault.at_s * PS_PER_S, partial(_fail, store, clock, fault))
     planner, policy = make_planner(scenario, pool), make_policy(scenario, pool)
     instances = range(scenario.cluster.instances)
-    means = tuple(_means(scenario, pool, clock, path) for path in make_paths(scenario, clock))
+    paths = enumerate(make_paths(scenario, clock))
+    means = tuple(_means(scenario, pool, clock, index, path) for index, path in paths)
     sessions = _sessions(pool, trace, limits(scenario).capacity_tokens)
     return SharedPool(store, planner, policy, means, tuple(Experience() for _ in instances), sessions)
 
@@ -249,7 +250,16 @@ def _sessions(pool: PoolConfig, trace: Trace, capacity_tokens: int) -> Sessions:
     return Sessions(trace, capacity_tokens, pin, ttl_ns, pool.session_priority)
 
 
-def _means(scenario: Scenario, pool: PoolConfig, clock: Clock, path: Path) -> Means:
+def _means(scenario: Scenario, pool: PoolConfig, clock: Clock, index: int, path: Path) -> Means:
     packed, host_bytes = packing(scenario), scenario.host.cpu_bytes_to_use
-    host = HostCache(host_bytes, packed.block_bytes) if host_bytes else None
-    return Means(pool.lookup_ps, packed, path, *make_threads(scenario, clock), host, scenario.host.keeps_loaded)
+    return Means(
+        pool.lookup_ps,
+        packed,
+        path,
+        *make_threads(scenario, clock),
+        HostCache(host_bytes, packed.block_bytes) if host_bytes else None,
+        scenario.host.keeps_loaded,
+        index,
+        scenario.network is not None or scenario.nvme is not None,
+        put_sites(scenario),
+    )

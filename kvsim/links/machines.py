@@ -6,7 +6,7 @@ from kvsim.clock import PS_PER_NS, PS_PER_US, Clock
 from kvsim.config.links import DriveConfig, HostConfig, NetworkConfig, share_of
 from kvsim.links.drive import Drive, Speed
 from kvsim.links.network import Link, Network, Route
-from kvsim.links.paths import Costs, NetworkPath, Node
+from kvsim.links.paths import Between, Costs, NetworkPath, Node
 
 
 class Hardware(NamedTuple):
@@ -58,6 +58,8 @@ def network_paths(
     nodes = tuple(_node(index, each, None if nvme is None else make_drive(clock, nvme)) for index in indices)
     switches = network.fabric_bytes_per_s
     fabric: Route = () if switches is None else (Link("switches", switches),)
+    total = each.nics * hardware.num_instances
+    between = Between(Link("NICs into all", total), Link("NICs out of all", total), fabric)
     costs = Costs(
         latency_ps=network.latency_us * PS_PER_US,
         host_latency_ps=host.latency_us * PS_PER_US,
@@ -70,7 +72,7 @@ def network_paths(
         num_rails=num_nics(hardware, network),
         staging_chunk_bytes=None if network.gpudirect else network.staging_chunk_bytes,
     )
-    return tuple(NetworkPath(clock, shared, nodes, index, fabric, costs) for index in indices)
+    return tuple(NetworkPath(clock, shared, nodes, index, between, costs) for index in indices)
 
 
 def make_drive(clock: Clock, config: DriveConfig) -> Drive:

@@ -1,6 +1,8 @@
 """What is moved, and between which sites: the words of everything that carries bytes."""
 
+from collections.abc import Sequence
 from enum import Enum
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from kvcore.group_runs import GroupRuns
@@ -26,7 +28,7 @@ TIERS = tuple(Tier)
 
 
 class Site(NamedTuple):
-    """A tier, and whose memory or drive it is; None where nobody says: then its own links are not in the way."""
+    """A tier, and whose memory or drive it is; None: of all the others, in equal parts."""
 
     tier: Tier
     owner: int | None = None
@@ -34,7 +36,7 @@ class Site(NamedTuple):
 
 HOST = Site(Tier.HOST)
 POOL = Site(Tier.REMOTE)
-"""Somewhere in the pool."""
+LOCAL = Site(Tier.LOCAL)
 
 
 class Parcel(NamedTuple):
@@ -43,6 +45,15 @@ class Parcel(NamedTuple):
     size_bytes: int
     num_objects: int
     num_pieces: int
+
+
+def divided(parcel: Parcel, weights: Sequence[int]) -> list[Parcel]:
+    """The parcel in parts as the weights say, rounded so that they add up to it."""
+    if len(weights) == 1:
+        return [parcel]
+    total = max(1, sum(weights))
+    ends = [[number * weight // total for number in parcel] for weight in accumulate(weights, initial=0)]
+    return [Parcel(*[end - start for start, end in zip(*each, strict=True)]) for each in pairwise(ends)]
 
 
 class Packing(NamedTuple):

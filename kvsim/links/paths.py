@@ -58,22 +58,38 @@ class Path(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkPath:
-    """The table `[link]`: a link of its own each way to the pool, wherever in it, and one each way to host memory."""
+    """The table `[link]`: a link of its own each way to the pool, wherever in it.
+
+    Of use with a private cache only: a link each way to host memory; with disks only: the drives of all instances.
+    """
 
     get_link: FairLink
     put_link: FairLink
-    host_in: FairLink
-    host_out: FairLink
+    host: tuple[FairLink, FairLink] | None = None
+    """To the GPUs, and from them."""
+    drives: tuple[Drive, ...] = ()
+    index: int = 0
 
     def fetch(self, site: Site, parcel: Parcel, on_done: Action) -> None:
         """See `Path.fetch`."""
-        link = self.host_in if site.tier is Tier.HOST else self.get_link
-        link.transfer(parcel.size_bytes, on_done)
+        if site.tier is Tier.DISK:
+            drive = self.drives[self.index if site.owner is None else site.owner]
+            drive.read(
+                parcel.size_bytes, parcel.num_objects, partial(self.get_link.transfer, parcel.size_bytes, on_done)
+            )
+        elif site.tier is Tier.HOST:
+            assert self.host is not None
+            self.host[0].transfer(parcel.size_bytes, on_done)
+        else:
+            self.get_link.transfer(parcel.size_bytes, on_done)
 
     def send(self, site: Site, parcel: Parcel, on_done: Action) -> None:
         """See `Path.send`."""
-        link = self.host_out if site.tier is Tier.HOST else self.put_link
-        link.transfer(parcel.size_bytes, on_done)
+        if site.tier is Tier.HOST:
+            assert self.host is not None
+            self.host[1].transfer(parcel.size_bytes, on_done)
+        else:
+            self.put_link.transfer(parcel.size_bytes, on_done)
 
     def thread_ps(self, site: Site, parcel: Parcel) -> int:
         """Nothing: the link's measured bandwidth has it in it."""
@@ -83,18 +99,21 @@ class LinkPath:
         """See `Path.links`."""
         yield "pool get", self.get_link
         yield "pool put", self.put_link
-        yield "host to GPU", self.host_in
-        yield "GPU to host", self.host_out
+        if self.host is not None:
+            yield "host to GPU", self.host[0]
+            yield "GPU to host", self.host[1]
+        if self.drives:
+            yield "NVMe", self.drives[self.index]
 
     @property
     def fetched_bytes(self) -> int:
         """See `Path.fetched_bytes`."""
-        return self.get_link.moved_bytes + self.host_in.moved_bytes
+        return self.get_link.moved_bytes + (self.host[0].moved_bytes if self.host is not None else 0)
 
     @property
     def sent_bytes(self) -> int:
         """See `Path.sent_bytes`."""
-        return self.put_link.moved_bytes + self.host_out.moved_bytes
+        return self.put_link.moved_bytes + (self.host[1].moved_bytes if self.host is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +125,20 @@ class Node:
     host_in: Link
     host_out: Link
     drive: Drive | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What lies between the instances.
+
+    What is spread over all others in equal parts loads the NICs of each of them alike: they are as one, `all_out` and
+    `all_in`, which are shared with what these themselves send and fetch.
+    """
+
+    all_in: Link
+    all_out: Link
+    fabric: Route
+    """The switches, where they bound anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +168,14 @@ class NetworkPath:
     """
 
     def __init__(
-        self, clock: Clock, network: Network, nodes: tuple[Node, ...], index: int, fabric: Route, costs: Costs
+        self, clock: Clock, network: Network, nodes: tuple[Node, ...], index: int, between: Between, costs: Costs
     ) -> None:
         self._clock = clock
         self._network = network
         self._nodes = nodes
         self._index = index
         self._own = nodes[index]
-        self._fabric = fabric
+        self._between = between
         self._costs = costs
 
     def fetch(self, site: Site, parcel: Parcel, on_done: Action) -> None:
@@ -165,7 +198,7 @@ class NetworkPath:
         return 0 if site.tier is Tier.HOST else parcel.num_objects * self._costs.object_ps
 
     def links(self) -> Iterator[tuple[str, SharedLink]]:
-        """See `Path.links`; the switches are the first instance's."""
+        """See `Path.links`; what lies between is the first instance's."""
         own = self._own
         yield "NICs in", own.nic_in
         yield "NICs out", own.nic_out
@@ -174,7 +207,9 @@ class NetworkPath:
         if own.drive is not None:
             yield "NVMe", own.drive
         if not self._index:
-            yield from (("switches", link) for link in self._fabric)
+            yield "all NICs in", self._between.all_in
+            yield "all NICs out", self._between.all_out
+            yield from (("switches", link) for link in self._between.fabric)
 
     @property
     def fetched_bytes(self) -> int:
@@ -189,14 +224,16 @@ class NetworkPath:
     def _route_from(self, site: Site) -> Route:
         if self._is_own(site):
             return (self._own.host_in,)
-        far = () if site.owner is None else (self._nodes[site.owner].nic_out,)
-        return (*far, *self._fabric, self._own.nic_in, self._own.host_in)
+        between = self._between
+        far = (between.all_out, between.all_in) if site.owner is None else (self._nodes[site.owner].nic_out,)
+        return (*far, *between.fabric, self._own.nic_in, self._own.host_in)
 
     def _route_to(self, site: Site) -> Route:
         if self._is_own(site):
             return (self._own.host_out,)
-        far = () if site.owner is None else (self._nodes[site.owner].nic_in,)
-        return (self._own.host_out, self._own.nic_out, *self._fabric, *far)
+        between = self._between
+        far = (between.all_out, between.all_in) if site.owner is None else (self._nodes[site.owner].nic_in,)
+        return (self._own.host_out, self._own.nic_out, *between.fabric, *far)
 
     def _is_own(self, site: Site) -> bool:
         return site.tier in (Tier.HOST, Tier.LOCAL) or site.owner == self._index

@@ -3,9 +3,10 @@
 from kvcore.units import NS_PER_S, div_ceil
 from kvsim.clock import PS_PER_NS, PS_PER_S, PS_PER_US, Clock
 from kvsim.config.links import LinkConfig, NetworkConfig
+from kvsim.links.drive import Drive
 from kvsim.links.fair_link import FairLink
-from kvsim.links.machines import Hardware, host_bytes_per_s, network_paths, rates
-from kvsim.links.parcel import Packing, Parcel, num_requests
+from kvsim.links.machines import Hardware, host_bytes_per_s, make_drive, network_paths, rates
+from kvsim.links.parcel import LOCAL, POOL, Packing, Parcel, Site, num_requests
 from kvsim.links.paths import LinkPath, Path
 from kvsim.links.threads import IoThreads
 from kvsim.scenario import Scenario
@@ -16,7 +17,9 @@ def make_paths(scenario: Scenario, clock: Clock) -> tuple[Path, ...]:
     if scenario.network is not None:
         return network_paths(clock, hardware(scenario), scenario.network, scenario.host, scenario.nvme)
     assert scenario.link is not None
-    return tuple(_link_path(scenario, scenario.link, clock) for _ in range(scenario.cluster.instances))
+    indices = range(scenario.cluster.instances)
+    drives = () if scenario.nvme is None else tuple(make_drive(clock, scenario.nvme) for _ in indices)
+    return tuple(_link_path(scenario, scenario.link, clock, drives, index) for index in indices)
 
 
 def make_threads(scenario: Scenario, clock: Clock) -> tuple[IoThreads, IoThreads]:
@@ -31,15 +34,22 @@ def make_threads(scenario: Scenario, clock: Clock) -> tuple[IoThreads, IoThreads
 
 def hardware(scenario: Scenario) -> Hardware:
     """What the scenario's instances have where its tables do not say otherwise."""
-    line = scenario.gpu.network
-    engine = scenario.engine
+    line, host, engine = scenario.gpu.network, scenario.gpu.host, scenario.engine
     return Hardware(
         scenario.cluster.instances,
         engine.num_gpus,
         engine.tensor_parallel_size,
         line.nic_bytes_per_s,
-        line.pcie_bytes_per_s,
+        line.pcie_bytes_per_s if host is None else host.c2c_bytes_per_s // host.gpus_per_cpu,
     )
+
+
+def put_sites(scenario: Scenario) -> tuple[tuple[Site, int], ...]:
+    """Where stores of an instance go, and their weights: to all segments alike, its own among them."""
+    num_others = scenario.cluster.instances - 1
+    if scenario.network is None:
+        return ((POOL, 1),)
+    return ((LOCAL, 1), (POOL, num_others)) if num_others else ((LOCAL, 1),)
 
 
 def packing(scenario: Scenario) -> Packing:
@@ -96,7 +106,7 @@ def _config(scenario: Scenario) -> LinkConfig | NetworkConfig:
     return config
 
 
-def _link_path(scenario: Scenario, link: LinkConfig, clock: Clock) -> LinkPath:
+def _link_path(scenario: Scenario, link: LinkConfig, clock: Clock, drives: tuple[Drive, ...], index: int) -> LinkPath:
     host_latency_ps = scenario.host.latency_us * PS_PER_US
     host_rate = host_bytes_per_s(hardware(scenario), scenario.host)
 
@@ -106,4 +116,5 @@ def _link_path(scenario: Scenario, link: LinkConfig, clock: Clock) -> LinkPath:
     def to_host() -> FairLink:
         return FairLink(clock, host_latency_ps, host_rate)
 
-    return LinkPath(to_pool(), to_pool(), to_host(), to_host())
+    host = (to_host(), to_host()) if scenario.host.cpu_bytes_to_use else None
+    return LinkPath(to_pool(), to_pool(), host, drives, index)

@@ -5,6 +5,7 @@ business of the decisions: it answers first, what it has is not asked of the poo
 stored goes to both.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +17,12 @@ from kvcore.pool import Holding
 from kvcore.types import GroupId, Runs, Segments
 from kvsim.clock import PS_PER_NS, Action, Clock
 from kvsim.events import EventLog, Kind
-from kvsim.links.parcel import HOST, POOL, TIERS, Packing, Parcel, Site, Tier
+from kvsim.links.parcel import HOST, LOCAL, POOL, TIERS, Packing, Parcel, Site, Tier, divided
 from kvsim.links.paths import Path
 from kvsim.links.threads import IoThreads
 from kvsim.pool.host_cache import HostCache
+from kvsim.pool.sources import Source
+from kvsim.pool.sources import Tier as Medium
 from kvsim.pool.store import MooncakePool
 from kvsim.scheduler import Scheduler
 from kvsim.sequence import Sequence
@@ -31,8 +34,11 @@ StoreCall: TypeAlias = Callable[[GroupId, Segments, Runs, int], Runs]
 Move: TypeAlias = Callable[[Site, Parcel, Action], None]
 """One parcel from or to a site, then the action."""
 
-Shipment: TypeAlias = tuple[Site, GroupRuns, Parcel]
-"""Where blocks come from or go to, which, and what they weigh."""
+Shipment: TypeAlias = tuple[Site, Parcel]
+"""Where something comes from or goes to, and what."""
+
+MANY_OWNERS = 4
+"""What comes from more than so many others is taken as spread over all of them in equal parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,12 @@ class Means:
     """The private cache in front of the pool."""
     keeps_loaded: bool = False
     """Whether it keeps what came from the pool, too."""
+    index: int = 0
+    """The instance's number."""
+    asks_where: bool = False
+    """Whether it matters where in the pool something lies."""
+    puts_to: tuple[tuple[Site, int], ...] = ((POOL, 1),)
+    """Where in the pool stores go, and the weight of each."""
 
 
 class Engine(Protocol):
@@ -159,33 +171,43 @@ class PoolClient:
     # --- loads --------------------------------------------------------------------------------------------------------
 
     def _fetch(self, sequence: Sequence, plan: Load, end_job: Action) -> None:
-        """A thread has the load: look what is where, and bring it."""
-        shipments = self._sources(sequence, plan.blocks)
-        present = shipments[0][1]
-        for _, blocks, _ in shipments[1:]:
-            present = plus(present, blocks)
-        done = partial(self._fetched, sequence, plan, shipments, minus(plan.blocks, present), end_job)
+        """A thread has the load: look what is where, and bring it, the nearest first."""
+        near = None if self._host is None else self._host.get(sequence.segments, plan.blocks)
+        wanted = plan.blocks if near is None else minus(plan.blocks, near)
+        far = self._per_group(self._store.get, sequence, wanted)
+        shipments: list[Shipment] = []
+        if near is not None and any(near):
+            shipments.append((HOST, self._means.packing.loaded(near)))
+        if any(far) or not shipments:
+            shipments += self._from_pool(sequence, far)
+        done = partial(self._fetched, sequence, plan, shipments, far, minus(wanted, far), end_job)
         self._ship(self._path.fetch, shipments, done)
 
-    def _sources(self, sequence: Sequence, blocks: GroupRuns) -> list[Shipment]:
-        """Where what is left of the blocks is read from, the nearest first."""
-        if self._host is None:
-            return [self._from(POOL, self._per_group(self._store.get, sequence, blocks))]
-        near = self._host.get(sequence.segments, blocks)
-        far = minus(blocks, near)
-        shipments = [self._from(HOST, near)] if any(near) else []
-        if any(far) or not shipments:
-            shipments.append(self._from(POOL, self._per_group(self._store.get, sequence, far)))
-        return shipments
+    def _from_pool(self, sequence: Sequence, blocks: GroupRuns) -> list[Shipment]:
+        """In parts by where they lie, if that matters."""
+        parcel = self._means.packing.loaded(blocks)
+        if not self._means.asks_where:
+            return [(POOL, parcel)]
+        read = Counter[Source]()
+        for group, runs in enumerate(blocks):
+            read += self._store.sources(GroupId(group), sequence.segments, runs, self._means.index)
+        weights = sites_of(read, self._means.index)
+        return list(zip(weights, divided(parcel, tuple(weights.values())), strict=True)) or [(POOL, parcel)]
 
     def _fetched(
-        self, sequence: Sequence, plan: Load, shipments: list[Shipment], failed: GroupRuns, end_job: Action
+        self,
+        sequence: Sequence,
+        plan: Load,
+        shipments: list[Shipment],
+        from_pool: GroupRuns,
+        failed: GroupRuns,
+        end_job: Action,
     ) -> None:
-        for site, blocks, parcel in shipments:
+        for site, parcel in shipments:
             self.loaded[site.tier].add(parcel)
             self._log.usage.loads.add(self._clock.now_ps, sequence.index, TIERS.index(site.tier), parcel.size_bytes)
-            if self._host is not None and self._means.keeps_loaded and site.tier is not Tier.HOST:
-                self._keep(sequence, blocks)
+        if self._host is not None and self._means.keeps_loaded:
+            self._keep(sequence, from_pool)
         self._engine.post(partial(self._loaded, sequence, plan, failed))
         end_job()
 
@@ -209,20 +231,22 @@ class PoolClient:
 
     def _send(self, sequence: Sequence, plan: Store, pinned: list[Holding], end_job: Action) -> None:
         """A thread has the store: the pool gets all, the private cache what it has not."""
-        shipments = [(POOL, plan.blocks, self._means.packing.stored(plan.blocks))]
+        sites, weights = zip(*self._means.puts_to, strict=True)
+        parcel = self._means.packing.stored(plan.blocks)
+        shipments: list[Shipment] = list(zip(sites, divided(parcel, weights), strict=True))
         if self._host is not None:
             absent = minus(plan.blocks, self._host.holds(sequence.segments, plan.blocks))
-            shipments += [(HOST, absent, self._means.packing.stored(absent))] if any(absent) else []
+            shipments += [(HOST, self._means.packing.stored(absent))] if any(absent) else []
         self._ship(self._path.send, shipments, partial(self._written, sequence, plan, pinned, shipments, end_job))
 
     def _written(
         self, sequence: Sequence, plan: Store, pinned: list[Holding], shipments: list[Shipment], end_job: Action
     ) -> None:
-        for site, _, parcel in shipments:
+        for site, parcel in shipments:
             self.stored[site.tier].add(parcel)
         if self._host is not None:
             self._host.put(sequence.segments, plan.blocks)
-        put = partial(self._store.put, hints=plan.hints)
+        put = partial(self._store.put, hints=plan.hints, writer=self._means.index)
         rejected = self._per_group(put, sequence, plan.blocks)
         lost = count_blocks(rejected)
         self._log.add(self._clock.now_ps, Kind.STORED, sequence.index, count_blocks(plan.blocks) - lost, lost)
@@ -238,12 +262,9 @@ class PoolClient:
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _from(self, site: Site, blocks: GroupRuns) -> Shipment:
-        return site, blocks, self._means.packing.loaded(blocks)
-
     def _ship(self, move: Move, shipments: list[Shipment], on_done: Action) -> None:
         """The thread's own work first, then all at once; `on_done` when the last is through."""
-        thread_ps = sum([self._path.thread_ps(site, parcel) for site, _, parcel in shipments])
+        thread_ps = sum([self._path.thread_ps(site, parcel) for site, parcel in shipments])
         done = on_done if len(shipments) == 1 else Countdown(len(shipments), on_done)
         begin = partial(_begin, move, shipments, done)
         if thread_ps:
@@ -272,8 +293,25 @@ class Countdown:
             self._action()
 
 
+def sites_of(read: Counter[Source], reader: int) -> dict[Site, int]:
+    """Bytes by site as the reader sees them; of many others as if they were all others."""
+    weights: dict[Site, int] = {}
+    others = {source.client for source in read if source.tier is Medium.MEMORY and source.client != reader}
+    for source, num_bytes in sorted(read.items(), key=_by_client):
+        site = Site(Tier.DISK, source.client)
+        if source.tier is Medium.MEMORY:
+            site = POOL if len(others) > MANY_OWNERS else Site(Tier.REMOTE, source.client)
+            site = LOCAL if source.client == reader else site
+        weights[site] = weights.get(site, 0) + num_bytes
+    return weights
+
+
+def _by_client(read: tuple[Source, int]) -> tuple[int, str]:
+    return read[0].client, read[0].tier.value
+
+
 def _begin(move: Move, shipments: list[Shipment], on_done: Action) -> None:
-    for site, _, parcel in shipments:
+    for site, parcel in shipments:
         move(site, parcel, on_done)
 
 

@@ -9,7 +9,7 @@ from kvsim.clock import PS_PER_NS, PS_PER_S, PS_PER_US, Clock
 from kvsim.config.links import HostConfig, LinkConfig, NetworkConfig
 from kvsim.links.drive import Drive, Speed
 from kvsim.links.machines import Hardware, network_paths
-from kvsim.links.parcel import HOST, POOL, Packing, Parcel, Site, Tier, num_requests
+from kvsim.links.parcel import HOST, POOL, Packing, Parcel, Site, Tier, divided, num_requests
 from kvsim.links.threads import IoThreads
 from kvsim.links.wiring import alone_block_ns, alone_bytes_per_s, alone_latency_ns, make_paths, make_threads, packing
 from kvsim.llm.groups import KVGroup
@@ -99,6 +99,18 @@ def test_what_is_in_the_own_host_memory_crosses_no_nic(scenario):
         assert ends(bare(scenario), (0, "fetch", site, gigabyte())) == [PS_PER_S // 100], site
 
 
+def test_a_parcel_is_divided_without_a_rest():
+    assert divided(Parcel(10, 3, 7), (1, 1, 1)) == [Parcel(3, 1, 2), Parcel(3, 1, 2), Parcel(4, 1, 3)]
+    assert divided(Parcel(10, 3, 7), (0, 5)) == [Parcel(0, 0, 0), Parcel(10, 3, 7)]
+
+
+def test_what_is_spread_over_all_others_shares_all_their_nics(scenario):
+    """Which are enough for all that fetch, or that store; who does both at once gets half of each."""
+    fetch, send = ([(instance, move, POOL, gigabyte()) for instance in range(3)] for move in ("fetch", "send"))
+    assert ends(bare(scenario), *fetch) == ends(bare(scenario), *send) == [PS_PER_S // 40] * 3
+    assert ends(bare(scenario), *fetch, *send) == [PS_PER_S // 20] * 6
+
+
 def test_two_instances_that_read_from_one_share_its_nics(scenario):
     from_last = [(reader, "fetch", Site(Tier.REMOTE, 2), gigabyte()) for reader in (0, 1)]
     assert ends(bare(scenario), *from_last) == [PS_PER_S // 20] * 2
@@ -109,7 +121,7 @@ def test_two_instances_that_read_from_one_share_its_nics(scenario):
 
 
 def test_directions_do_not_meet(scenario):
-    both = [(0, "fetch", POOL, gigabyte()), (0, "send", POOL, gigabyte())]
+    both = [(0, move, Site(Tier.REMOTE, 1), gigabyte()) for move in ("fetch", "send")]
     assert ends(bare(scenario), *both) == [PS_PER_S // 40] * 2
 
 

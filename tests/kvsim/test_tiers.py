@@ -1,11 +1,16 @@
 """Whole runs over the network and with a private cache: they cost time as the tables say, and change no answer."""
 
+from collections import Counter
+
 import pytest
 
 from kvsim.events import Kind
 from kvsim.invariants import InvariantBroken, check
-from kvsim.links.parcel import TIERS, Parcel, Tier
+from kvsim.links.parcel import LOCAL, POOL, TIERS, Parcel, Site, Tier
 from kvsim.metrics import Events, measure
+from kvsim.pool.client import sites_of
+from kvsim.pool.sources import Source
+from kvsim.pool.sources import Tier as Medium
 from kvsim.run import decisions_digest, simulation
 from kvsim.scenario import load
 from kvsim.toml import InvalidToml
@@ -44,6 +49,10 @@ def fetched(done):
     return {tier: sum(instance.client.loaded[tier].num_bytes for instance in done.instances) for tier in Tier}
 
 
+def from_pool(done):
+    return fetched(done)[Tier.LOCAL] + fetched(done)[Tier.REMOTE]
+
+
 def ttft(done):
     return measure(done.log, 1).ttft_s.mean
 
@@ -54,7 +63,25 @@ def test_a_run_over_the_network_keeps_every_invariant(run, gpudirect):
     assert fetched(done)[Tier.REMOTE] > 0
     assert measure(done.log, 1).requests_completed == 13 * 5
     kinds = {kind for path in done.pool.paths for kind, _ in path.links()}
-    assert kinds == {"NICs in", "NICs out", "host to GPU", "GPU to host", "switches"}
+    own = {"NICs in", "NICs out", "host to GPU", "GPU to host"}
+    assert kinds == own | {"all NICs in", "all NICs out", "switches"}
+
+
+def test_a_share_of_the_pool_is_in_the_own_memory(run):
+    """Of three instances a third; stores go there in the same parts."""
+    done = run()
+    assert 3 * fetched(done)[Tier.LOCAL] == pytest.approx(from_pool(done), rel=1e-3)
+    stored = {tier: sum(instance.client.stored[tier].num_bytes for instance in done.instances) for tier in Tier}
+    assert 3 * stored[Tier.LOCAL] == pytest.approx(stored[Tier.LOCAL] + stored[Tier.REMOTE], rel=1e-3)
+
+
+def test_what_comes_from_few_is_told_apart_and_what_comes_from_many_is_not():
+    memory, disk = (lambda client, tier=tier: Source(client, tier) for tier in Medium)
+    few = Counter({memory(3): 5, memory(0): 2, disk(1): 7})
+    assert sites_of(few, 0) == {LOCAL: 2, Site(Tier.DISK, 1): 7, Site(Tier.REMOTE, 3): 5}
+    many = Counter({memory(client): client + 1 for client in range(6)})
+    assert sites_of(many, 2) == {POOL: 18, LOCAL: 3}
+    assert sites_of(Counter(), 0) == {}
 
 
 def test_a_run_is_repeatable(run):
@@ -95,20 +122,20 @@ def test_a_link_may_have_threads_too(link_run):
 def test_what_the_private_cache_has_is_not_asked_of_the_pool(request, over):
     """All of a session on one instance, whose GPU holds little."""
     done = request.getfixturevalue(over)(host__cpu_bytes_to_use=10**11, cluster__instances=1)
-    assert fetched(done)[Tier.HOST] > 0 == fetched(done)[Tier.REMOTE]
+    assert fetched(done)[Tier.HOST] > 0 == from_pool(done)
     assert done.pool.store.counters.got == done.pool.store.counters.found == 0
     assert done.pool.store.counters.put > 0, "what is stored goes to both"
 
 
-def test_the_private_cache_changes_when_and_not_what(run):
-    without, with_cache = run(cluster__instances=1), run(cluster__instances=1, host__cpu_bytes_to_use=10**11)
+def test_the_private_cache_changes_when_and_not_what(link_run):
+    without, with_cache = (link_run(cluster__instances=1, host__cpu_bytes_to_use=size) for size in (0, 10**11))
     assert ttft(with_cache) < ttft(without)
     assert measure(with_cache.log, 1).requests_completed == measure(without.log, 1).requests_completed
 
 
 def test_a_small_private_cache_leaves_the_rest_to_the_pool(run):
-    parts = fetched(run(cluster__instances=1, host__cpu_bytes_to_use=4 * 10**9))
-    assert parts[Tier.HOST] > 0 < parts[Tier.REMOTE]
+    done = run(cluster__instances=1, host__cpu_bytes_to_use=4 * 10**9)
+    assert fetched(done)[Tier.HOST] > 0 < from_pool(done)
 
 
 def test_what_was_loaded_is_kept_if_that_is_wanted(run):
@@ -128,6 +155,7 @@ def test_loads_are_recorded_by_tier(run):
     rows = done.log.usage.loads.columns()
     by_tier = {tier: rows["size_bytes"][rows["tier"] == TIERS.index(tier)].sum() for tier in Tier}
     assert by_tier == fetched(done)
+    assert by_tier[Tier.LOCAL] > 0
     assert len(Events(done.log).of(Kind.LOADED).a) <= len(rows["tier"])
 
 
