@@ -25,7 +25,7 @@ from kvsim.dispatcher import Dispatcher, Fleet, PoolHit
 from kvsim.events import EventLog
 from kvsim.instance import Instance
 from kvsim.links.paths import Path, SharedLink
-from kvsim.links.wiring import make_paths, make_threads, packing, put_sites
+from kvsim.links.wiring import asks_where, make_paths, make_threads, packing, put_sites
 from kvsim.pool.client import Means, PoolClient
 from kvsim.pool.host_cache import HostCache
 from kvsim.pool.policy import make_planner, make_policy, make_store
@@ -260,6 +260,6 @@ def _means(scenario: Scenario, pool: PoolConfig, clock: Clock, index: int, path:
         HostCache(host_bytes, packed.block_bytes) if host_bytes else None,
         scenario.host.keeps_loaded,
         index,
-        scenario.network is not None or scenario.nvme is not None,
+        asks_where(scenario),
         put_sites(scenario),
     )

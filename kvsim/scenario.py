@@ -64,6 +64,8 @@ class Scenario(Table):
             raise ValueError("[pool] beside [link], [network], [nvme] and host.cpu_bytes_to_use, or none of them")
         if self.pool is not None and ways != 1:
             raise ValueError("[link] or [network] beside [pool], and not both")
+        if self.nvme is not None and self.pool is not None and not self.pool.enable_offload:
+            raise ValueError("pool.enable_offload = true beside [nvme]")
         _ = self.step_time
         if self.num_gpu_blocks < 2:
             raise ValueError("weights and engine.reserved_bytes below device memory x engine.gpu_memory_utilization")

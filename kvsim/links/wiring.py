@@ -2,7 +2,7 @@
 
 from kvcore.units import NS_PER_S, div_ceil
 from kvsim.clock import PS_PER_NS, PS_PER_S, PS_PER_US, Clock
-from kvsim.config.links import LinkConfig, NetworkConfig
+from kvsim.config.links import DriveConfig, LinkConfig, NetworkConfig
 from kvsim.links.drive import Drive
 from kvsim.links.fair_link import FairLink
 from kvsim.links.machines import Hardware, host_bytes_per_s, make_drive, network_paths, rates
@@ -14,11 +14,12 @@ from kvsim.scenario import Scenario
 
 def make_paths(scenario: Scenario, clock: Clock) -> tuple[Path, ...]:
     """One for each instance of a scenario with a pool."""
+    nvme = _nvme(scenario)
     if scenario.network is not None:
-        return network_paths(clock, hardware(scenario), scenario.network, scenario.host, scenario.nvme)
+        return network_paths(clock, hardware(scenario), scenario.network, scenario.host, nvme)
     assert scenario.link is not None
     indices = range(scenario.cluster.instances)
-    drives = () if scenario.nvme is None else tuple(make_drive(clock, scenario.nvme) for _ in indices)
+    drives = () if nvme is None else tuple(make_drive(clock, nvme) for _ in indices)
     return tuple(_link_path(scenario, scenario.link, clock, drives, index) for index in indices)
 
 
@@ -45,11 +46,17 @@ def hardware(scenario: Scenario) -> Hardware:
 
 
 def put_sites(scenario: Scenario) -> tuple[tuple[Site, int], ...]:
-    """Where stores of an instance go, and their weights: to all segments alike, its own among them."""
-    num_others = scenario.cluster.instances - 1
-    if scenario.network is None:
+    """Where stores of an instance go, and their weights: to all segments alike, or to its own, as if it had room."""
+    pool, num_others = scenario.pool, scenario.cluster.instances - 1
+    if scenario.network is None or pool is None:
         return ((POOL, 1),)
-    return ((LOCAL, 1), (POOL, num_others)) if num_others else ((LOCAL, 1),)
+    own_first = pool.preferred_segment == "own" or pool.allocation_strategy == "local_first"
+    return ((LOCAL, 1),) if own_first or not num_others else ((LOCAL, 1), (POOL, num_others))
+
+
+def asks_where(scenario: Scenario) -> bool:
+    """Whether it matters where in the pool something lies."""
+    return scenario.network is not None or _nvme(scenario) is not None
 
 
 def packing(scenario: Scenario) -> Packing:
@@ -93,6 +100,13 @@ def _posted_bytes_per_s(scenario: Scenario, network: NetworkConfig, group: int) 
     block, num_ranks = _block(scenario, group), scenario.engine.tensor_parallel_size
     posting_ps = num_requests(block, network.slice_bytes, num_ranks) * network.request_ns * PS_PER_NS
     return max(1, block.size_bytes * PS_PER_S // posting_ps) if posting_ps else None
+
+
+def _nvme(scenario: Scenario) -> DriveConfig | None:
+    """The drives, if the pool has a disk."""
+    if scenario.pool is None or not scenario.pool.enable_offload:
+        return None
+    return DriveConfig() if scenario.nvme is None else scenario.nvme
 
 
 def _block(scenario: Scenario, group: int) -> Parcel:

@@ -272,7 +272,7 @@ def test_readers_and_writers_share_a_drive():
 
 
 def test_what_is_on_disk_comes_through_the_drive_and_then_the_network(scenario):
-    drives = {"nvme__read_bytes_per_s": 8 * GB}
+    drives = {"pool__enable_offload": "true", "nvme__read_bytes_per_s": 8 * GB}
     own, far = (ends(bare(scenario, **drives), (0, "fetch", Site(Tier.DISK, owner), gigabyte())) for owner in (0, 1))
     assert own == [PS_PER_S // 8 + PS_PER_S // 100]
     assert far == [PS_PER_S // 8 + PS_PER_S // 40]

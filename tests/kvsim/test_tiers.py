@@ -150,6 +150,21 @@ def test_a_private_cache_loads_what_a_full_pool_refused(run):
     assert done.pool.store.counters.rejected > 0 < fetched(done)[Tier.HOST]
 
 
+@pytest.mark.parametrize("over", ["link_run", "run"])
+def test_what_memory_evicts_comes_from_disk_through_the_drives(request, over):
+    small = {"pool__segment_bytes_per_instance": 10**9, "pool__lease_ttl_ms": 1, "pool__enable_offload": "true"}
+    fast, slow = (request.getfixturevalue(over)(**small, nvme__read_bytes_per_s=rate) for rate in (10**11, 10**8))
+    for done in (fast, slow):
+        read_bytes = sum(link.read_bytes for path in done.pool.paths for kind, link in path.links() if kind == "NVMe")
+        assert fetched(done)[Tier.DISK] == read_bytes > 0
+    assert ttft(slow) > ttft(fast)
+
+
+def test_stores_that_prefer_the_own_segment_cross_no_nic(run):
+    done = run(pool__preferred_segment="own")
+    assert all(instance.client.stored[Tier.REMOTE].num_bytes == 0 for instance in done.instances)
+
+
 def test_loads_are_recorded_by_tier(run):
     done = run(cluster__instances=1, host__cpu_bytes_to_use=4 * 10**9)
     rows = done.log.usage.loads.columns()
@@ -183,6 +198,7 @@ def test_a_transfer_that_does_not_end_is_noticed(run):
         ({"network.nic_efficiency": 1.5}, "network.nic_efficiency = 1.5: expected less than or equal to 1$"),
         ({"host.cpu_bytes": 1}, "host.cpu_bytes = 1: expected a known key; did you mean cpu_bytes_to_use"),
         ({"nvme.read_iops": -1}, "nvme.read_iops = -1: expected greater than 0$"),
+        ({"nvme.drives": 2}, r"expected pool.enable_offload = true beside \[nvme\]$"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(scenario, settings, message):  # noqa: F811

@@ -16,6 +16,7 @@ import pytest
 
 from kvsim.clock import PS_PER_S, Clock
 from kvsim.links.fair_link import FairLink
+from kvsim.links.network import Link, Network
 from tests.theory.bands import agrees
 
 BANDWIDTH = 1_000_000  # bytes/s: a byte takes a microsecond
@@ -51,6 +52,26 @@ class FifoLink:
         if self.queue:
             self.serve()
         on_done()
+
+
+class TwoLinks:
+    """A route of a network whose first link is too wide to matter."""
+
+    def __init__(self, clock, latency_ps, bandwidth_bytes_per_s):
+        assert latency_ps == 0
+        self.network = Network(clock)
+        self.route = Link("wide", 7 * bandwidth_bytes_per_s), Link("narrow", bandwidth_bytes_per_s)
+
+    @property
+    def num_active(self):
+        return self.route[1].num_active
+
+    def transfer(self, size_bytes, on_done):
+        self.network.transfer(self.route, size_bytes, on_done)
+
+
+SHARED = [FairLink, TwoLinks]
+"""Each is processor sharing."""
 
 
 def exponential(rng):
@@ -93,9 +114,10 @@ def mean_sojourns(link_type, size_of, rho, only_size=None):
     ]
 
 
+@pytest.mark.parametrize("link_type", SHARED)
 @pytest.mark.parametrize("size_of", [exponential, fixed, two_sizes])
-def test_mean_sojourn_of_processor_sharing_is_insensitive(size_of):
-    assert agrees(mean_sojourns(FairLink, size_of, rho=0.6), MEAN_SERVICE_S / (1 - 0.6))
+def test_mean_sojourn_of_processor_sharing_is_insensitive(size_of, link_type):
+    assert agrees(mean_sojourns(link_type, size_of, rho=0.6), MEAN_SERVICE_S / (1 - 0.6))
 
 
 @pytest.mark.parametrize("size_of", [fixed, two_sizes])
@@ -166,10 +188,11 @@ def littles_law(link_type, lost_every):
     return area_ps, sojourns_ps
 
 
-def test_littles_law_holds_to_the_picosecond():
-    area_ps, sojourns_ps = littles_law(FairLink, lost_every=None)
+@pytest.mark.parametrize("link_type", SHARED)
+def test_littles_law_holds_to_the_picosecond(link_type):
+    area_ps, sojourns_ps = littles_law(link_type, lost_every=None)
     assert area_ps == sojourns_ps > 0
-    area_ps, sojourns_ps = littles_law(FairLink, lost_every=100)
+    area_ps, sojourns_ps = littles_law(link_type, lost_every=100)
     assert area_ps != sojourns_ps
 
 
@@ -201,6 +224,34 @@ def test_a_saturated_link_is_always_busy_and_moves_its_bandwidth():
     assert ends[0] == pytest.approx(5 * 40 * MEAN_SERVICE_S, rel=1e-9)
     fifo, _ = closed_loop(FifoLink, num_clients=5, num_rounds=40)
     assert fifo[0] != pytest.approx(ends[0], rel=0.5), "FIFO makes small clients wait for large ones"
+
+
+def moved_on_a_line(num_first, num_second, seconds=10):
+    """Bytes that one client of each route moved over two links in a line, all of them always with a transfer."""
+    clock = Clock()
+    network, (first, second) = Network(clock), (Link(name, BANDWIDTH) for name in "ab")
+    moved = {}
+
+    def again(name, route):
+        moved[name] = moved.get(name, -MEAN_BYTES) + MEAN_BYTES
+        if clock.now_ps < seconds * PS_PER_S:
+            network.transfer(route, MEAN_BYTES, lambda: again(name, route))
+
+    again("both", (first, second))
+    for number in range(num_first):
+        again(f"first {number}", (first,))
+    for number in range(num_second):
+        again(f"second {number}", (second,))
+    clock.run()
+    return moved
+
+
+def test_on_a_line_whoever_crosses_both_links_gets_as_much_as_at_the_narrower():
+    """Max-min fairness; a share for each link crossed (proportional fairness) would give it less."""
+    moved, whole = moved_on_a_line(num_first=1, num_second=4), 10 * BANDWIDTH
+    assert moved["both"] == pytest.approx(whole / 5, rel=0.01)
+    assert moved["second 3"] == pytest.approx(whole / 5, rel=0.01)
+    assert moved["first 0"] == pytest.approx(whole * 4 / 5, rel=0.01), "what the other link keeps from it is this one's"
 
 
 def test_overload_grows_without_bound():
