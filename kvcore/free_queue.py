@@ -24,7 +24,7 @@ class FreeQueue:
     def __init__(self, num_anonymous: int) -> None:
         self.num_anonymous = num_anonymous
         self.num_cached = 0
-        self._end = Piece(Lane(StreamId(0)), 0, 0, 0)
+        self._end = Piece(Lane(0, StreamId(0)), 0, 0, 0)
         self._end.prev = self._end.next = self._end
 
     def __iter__(self) -> Iterator[Piece]:

@@ -1,22 +1,23 @@
-"""Cached blocks of one stream as a step function: from block index to ref_cnt, in pieces."""
+"""Cached blocks of one group and stream as a step function: from block index to ref_cnt, in pieces."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 
-from kvcore.types import StreamId
+from kvcore.types import Run, StreamId
 
 
 class Lane:
-    """At most one physical copy of each block of a stream, as disjoint pieces sorted by block index.
+    """At most one physical copy of each block of a stream in one group, as disjoint pieces sorted by block index.
 
     Held blocks (ref_cnt > 0) are in as few pieces as there can be, so the number of those is bounded by the holdings
     alive, not by history; free pieces that touch are joined when they are held again.
     """
 
-    __slots__ = ("pieces", "starts", "stream")
+    __slots__ = ("group", "pieces", "starts", "stream")
 
-    def __init__(self, stream: StreamId) -> None:
+    def __init__(self, group: int, stream: StreamId) -> None:
+        self.group = group
         self.stream = stream
         self.starts: list[int] = []
         self.pieces: list[Piece] = []
@@ -42,6 +43,14 @@ class Lane:
             at = stop
             index += 1
         return at, num_free
+
+    def runs(self, start: int, end: int) -> list[Run]:
+        """The parts of [start, end) that are here."""
+        first = max(0, bisect_right(self.starts, start) - 1)
+        last = bisect_left(self.starts, end)
+        return [
+            (max(piece.start, start), min(piece.end, end)) for piece in self.pieces[first:last] if piece.end > start
+        ]
 
     def next_start(self, at: int, end: int) -> int:
         """Where, in [at, end], the first block after the absent `at` is; `end` if nowhere."""

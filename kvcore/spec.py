@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 from kvcore.errors import require
 from kvcore.runs import normalize
 from kvcore.types import Run, Runs
-from kvcore.units import align_down, div_ceil
+from kvcore.units import align_down, align_up, div_ceil
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,10 @@ class GroupSpec(ABC):
             return normalize(needed)
         ends = (div_ceil(length + margin, self.block_size) for length in lengths)
         return normalize((start, end) for (start, _), end in zip(needed, ends, strict=True))
+
+    def unneeded_from(self, block: int) -> int | None:
+        """Shortest prefix beyond the block that does not need it, nor does any longer one; None: there is none."""
+        return None
 
     @property
     def free_step(self) -> int | None:
@@ -102,6 +106,10 @@ class SlidingWindow(GroupSpec):
         ends = range(lengths.start // size, last + 1, lengths.step // size)
         return tuple([(max(0, end - last + start), end + after) for end in ends]) if start < last + after else ()
 
+    def unneeded_from(self, block: int) -> int | None:
+        """When its last token has left the window."""
+        return (block + 1) * self.block_size + self.window - 1 + self.extra_retained_tokens
+
     @property
     def free_step(self) -> int | None:
         """A window of one token reads nothing of the past."""
@@ -121,6 +129,10 @@ class ChunkedLocal(GroupSpec):
     def needed_blocks(self, prefix_len: int) -> Run:
         """From the start of the chunk that holds token `prefix_len`."""
         return (align_down(prefix_len, self.chunk) // self.block_size, div_ceil(prefix_len, self.block_size))
+
+    def unneeded_from(self, block: int) -> int | None:
+        """At the end of the chunk of its last token."""
+        return align_up((block + 1) * self.block_size, self.chunk)
 
     @property
     def free_step(self) -> int | None:
@@ -144,6 +156,10 @@ class Recurrent(GroupSpec):
         """[n - 1, n)."""
         end = div_ceil(prefix_len, self.block_size)
         return (max(0, end - 1), end)
+
+    def unneeded_from(self, block: int) -> int | None:
+        """When there is a state behind its own."""
+        return (block + 1) * self.block_size + 1
 
 
 @dataclass(frozen=True, slots=True)

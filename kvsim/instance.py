@@ -80,8 +80,11 @@ class Instance:
             self._set_schedule()
 
     def release(self, action: Action) -> None:
-        """As `post`, for an action that only gives blocks back: while no request waits, there is nothing to decide."""
-        if self.scheduler.has_waiting or self._will_schedule:
+        """As `post`, for an action that only gives blocks back: while no request waits, there is nothing to decide.
+
+        But where those that run give blocks back as well, the order counts.
+        """
+        if self.scheduler.has_waiting or self._will_schedule or not self.scheduler.cache.keeps_all:
             self.post(action)
         elif self._step.scheduled:
             self._releases.append((self._clock.now_ps, action))

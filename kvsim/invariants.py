@@ -7,6 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.gpu_cache import NO_TABLES
 from kvcore.group_runs import GroupRuns, count_blocks, minus, plus
 from kvcore.request import KVRequest
 from kvcore.runs import normalize, subtract
@@ -107,7 +108,7 @@ def gpu_blocks_conserved(simulation: Simulation, _events: Events) -> None:
         scheduler.blocks.audit(())
         assert scheduler.blocks.num_free == scheduler.blocks.num_blocks, f"instance {instance.index}"
     for sequence in _sequences(simulation):
-        assert sequence.status is Status.FINISHED and sequence.holding is None, f"request {sequence.index}"
+        assert sequence.status is Status.FINISHED and sequence.tables is NO_TABLES, f"request {sequence.index}"
 
 
 def bytes_conserved(simulation: Simulation, events: Events) -> None:

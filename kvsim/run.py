@@ -24,6 +24,7 @@ from kvsim.config.pool import PoolConfig
 from kvsim.dispatcher import Dispatcher, Fleet, PoolHit
 from kvsim.events import EventLog
 from kvsim.instance import Instance
+from kvsim.limits import Limits
 from kvsim.links.paths import Path, SharedLink
 from kvsim.links.wiring import asks_where, make_paths, make_threads, packing, put_sites
 from kvsim.pool.client import Means, PoolClient
@@ -32,7 +33,7 @@ from kvsim.pool.policy import make_planner, make_policy, make_store
 from kvsim.pool.store import MooncakePool
 from kvsim.routers import make_router
 from kvsim.scenario import Scenario
-from kvsim.scheduler import Limits, Scheduler
+from kvsim.scheduler import Scheduler
 from kvsim.sequence import Sequence
 from kvsim.sessions import Sessions
 from kvsim.usage import LinkInfo, MemoryInfo, Usage
@@ -163,11 +164,12 @@ def limits(scenario: Scenario) -> Limits:
     """The bounds of one instance; the engine keeps one of its blocks as the null block."""
     engine = scenario.engine
     return Limits(
-        block_size=scenario.kv_model.alignment,
+        model=scenario.kv_model,
         num_blocks=scenario.num_gpu_blocks - 1,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         watermark_blocks=int(engine.watermark * scenario.num_gpu_blocks),
+        retention=engine.prefix_cache_retention_interval,
     )
 
 

@@ -1,42 +1,23 @@
 """The engine's scheduler, step by step: who runs with how many tokens, who is admitted, who is preempted.
 
 It takes the decisions of vLLM's V1 `Scheduler` (first come first served, chunked prefill, recompute on preemption,
-whole prompts must fit) for one full-attention group; the pool's decisions come from `kvcore.request`.
+whole prompts must fit); what blocks they take is `kvcore.gpu_cache`'s to say, and the pool's decisions come from
+`kvcore.request`.
 """
 
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kvcore.errors import require
+from kvcore.gpu_cache import NO_TABLES, Hit
 from kvcore.group_runs import GroupRuns
+from kvcore.holding import Holding
 from kvcore.plans import Load, Lookup, Offer, Store
-from kvcore.pool import BlockPool, Holding, Match, hit_limit
-from kvcore.units import div_ceil
+from kvsim import decode_jump
+from kvsim.limits import Limits
 from kvsim.sequence import Sequence, Status
 from kvsim.step import Step
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The engine's own bounds on one step and on its memory; `num_blocks` leaves out the engine's null block."""
-
-    block_size: int
-    num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    watermark_blocks: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "at least 1")
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Longest sequence, prompt and output, that the cache can hold."""
-        return self.num_blocks * self.block_size
 
 
 class Pool(Protocol):
@@ -62,14 +43,16 @@ class Scheduler:
         self.limits = limits
         self.pool: Pool | None = None
         """Who carries out the plans of sequences that have a machine."""
-        self.blocks = BlockPool(limits.num_blocks)
+        self.cache = limits.make_cache()
+        self.blocks = self.cache.blocks
         self.waiting: deque[Sequence] = deque()
         self.block_holders: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._loaded: set[Sequence] = set()
         self._prefilling: dict[Sequence, None] = {}
         self._admitted: list[tuple[Sequence, int, int]] = []
-        self._in_vain: list[tuple[Sequence, Match]] = []
+        self._in_vain: list[tuple[Sequence, Hit]] = []
+        self._awaits_state = False
         self._now_ns = 0
 
     @property
@@ -86,6 +69,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """A request arrived; it can fit (`Limits.capacity_tokens`)."""
+        sequence.names = self.cache.names(sequence.segments)
         self.waiting.append(sequence)
 
     def load_finished(self, sequence: Sequence, valid_len: int) -> None:
@@ -111,8 +95,7 @@ class Scheduler:
 
     def pin(self, sequence: Sequence, blocks: GroupRuns) -> list[Holding]:
         """Hold these blocks of the sequence, which may lose its own meanwhile, until `unpin`; they are full."""
-        assert sequence.holding is not None
-        return [self.blocks.pin(sequence.holding, run) for runs in blocks for run in runs]
+        return self.cache.pin(sequence.tables, blocks)
 
     def unpin(self, pinned: list[Holding]) -> None:
         """Nobody reads them any more."""
@@ -127,6 +110,8 @@ class Scheduler:
         step = Step()
         self._admitted = step.admitted
         self._in_vain.clear()
+        self._awaits_state = False
+        self.cache.begin_step()
         budget = self._schedule_running(step)
         if not step.preempted and self.has_waiting:
             self._schedule_waiting(step, budget)
@@ -138,68 +123,71 @@ class Scheduler:
         At least 1. Nothing else can change by itself: whoever waits in vain now would do so in every such step. A step
         that preempts does not consider who waits, so the next one must; one that stores ends before the bytes leave.
         """
-        if step.preempted or step.num_stores:
+        if step.preempted or step.num_stores or self._awaits_state:
             return 1
         steps = min([sequence.remaining_output for sequence, _, _ in step.scheduled])
-        if any(self._may_lengthen(sequence, match) for sequence, match in self._in_vain):
-            steps = min(steps, self._steps_before_block(step))
-        may_shorten = any(match.num_free and sequence.kv is not None for sequence, match in self._in_vain)
+        if any(self._may_lengthen(sequence, hit) for sequence, hit in self._in_vain):
+            steps = min(steps, decode_jump.steps_before_block(step))
+        if not self.cache.keeps_all:
+            steps = min(steps, decode_jump.steps_before_store(self.cache, step))
+            steps = min(steps, decode_jump.steps_before_drop(step)) if self._in_vain else steps
+        may_shorten = any(hit.num_free and self._reads_match(sequence) for sequence, hit in self._in_vain)
         num_free = self.blocks.num_anonymous if may_shorten else self.blocks.num_free
-        if self._blocks_for_jump(step, steps) <= num_free:
+        if self.cache.lacking_at_most(steps) * len(step.scheduled) <= num_free:
             return steps
-        return bisect_right(range(2, steps), num_free, key=partial(self._blocks_for_jump, step)) + 1
+        blocks_for = partial(decode_jump.blocks_for, self.cache, step)
+        return steps if blocks_for(steps) <= num_free else bisect_right(range(2, steps), num_free, key=blocks_for) + 1
 
     def take_jump_blocks(self, step: Step, num_steps: int) -> None:
         """Allocate what `num_steps` of the pure decode `step` need beyond the first; others find what is full."""
-        block_size = self.limits.block_size
-        for sequence, before, _ in step.scheduled:
-            self._grow(sequence, div_ceil(before + num_steps, block_size))
-            self._cache(sequence, before + num_steps)
+        decode_jump.take_blocks(self.cache, step, num_steps)
 
-    def _may_lengthen(self, sequence: Sequence, match: Match) -> bool:
-        """Whether some running sequence generates what comes next in this one."""
-        following = next((stream for stream, _, end in sequence.segments if end > match.num_blocks), None)
-        return any(running.segments and running.segments[-1][0] == following for running in self.running)
+    def _may_lengthen(self, sequence: Sequence, hit: Hit) -> bool:
+        """Whether some running sequence generates what this one may come to hit."""
+        unit = self.limits.block_size
+        following = {stream for stream, _, end in sequence.segments if end * unit > hit.hit_len}
+        return any(running.segments and running.segments[-1][0] in following for running in self.running)
 
-    def _steps_before_block(self, step: Step) -> int:
-        """Steps until, not including, the next one after the first that fills a block."""
-        block_size = self.limits.block_size
-        return min(block_size - (before + 1) % block_size for _, before, _ in step.scheduled)
-
-    def _blocks_for_jump(self, step: Step, num_steps: int) -> int:
-        block_size = self.limits.block_size
-        # Each holds the blocks of its tokens, the next one's included, and no more.
-        return sum(
-            [-(-(before + num_steps) // block_size) - sequence.num_blocks for sequence, before, _ in step.scheduled]
-        )
+    def _reads_match(self, sequence: Sequence) -> bool:
+        """Whether a shorter hit may be admitted where a longer one is not: it is offered other tokens, or windows."""
+        return sequence.kv is not None or not self.cache.keeps_all
 
     # -- running sequences -------------------------------------------------------------------------------------
 
     def _schedule_running(self, step: Step) -> int:
         """Tokens for those that run already, in order; returns the budget that is left."""
-        budget, block_size = self.limits.max_num_batched_tokens, self.limits.block_size
+        budget, has_states = self.limits.max_num_batched_tokens, self.cache.has_states
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            computed_len = sequence.num_computed
+            index += 1
+            tables, computed_len = sequence.tables, sequence.num_computed
             num_new = min(sequence.num_tokens - computed_len, budget)
+            if has_states:
+                num_new = self._chunk(sequence, tables.junction, computed_len, num_new)
+                if not num_new:
+                    continue
             num_tokens = computed_len + num_new
-            if num_tokens > sequence.num_blocks * block_size and not self._make_room(sequence, num_tokens, step):
+            if num_tokens > tables.room_len and not self._make_room(sequence, num_tokens, step):
                 break
             self._run(sequence, num_new, step)
             budget -= num_new
-            index += 1
         return budget
+
+    def _chunk(self, sequence: Sequence, junction: int | None, start: int, num_new: int) -> int:
+        """Tokens of a chunk of at most `num_new`, of a model with states; 0: with so few it makes none that counts."""
+        return self.cache.chunk(start, start + num_new, sequence.input_len, sequence.num_tokens, junction) - start
 
     def _make_room(self, sequence: Sequence, num_tokens: int, step: Step) -> bool:
         """Take blocks for `num_tokens`, preempting the last admitted until it fits; False: it preempted itself."""
-        num_blocks = div_ceil(num_tokens, self.limits.block_size)
-        while num_blocks - sequence.num_blocks > self.blocks.num_free:
+        tables = sequence.tables
+        self.cache.drop(tables, sequence.num_computed)
+        while self.cache.lacking(tables, num_tokens) > self.blocks.num_free:
             victim = self.running.pop()
             self._preempt(victim, step)
             if victim is sequence:
                 return False
-        self._grow(sequence, num_blocks)
+        self.cache.grow(tables, num_tokens)
         return True
 
     def _preempt(self, victim: Sequence, step: Step) -> None:
@@ -245,23 +233,23 @@ class Scheduler:
             self._resume_after_load(sequence)
         if sequence.num_computed:
             return self._admit_with(sequence, None, budget)
-        match = self.blocks.match(sequence.segments, hit_limit(sequence.num_tokens, self.limits.block_size))
-        num_new = self._admit_matched(sequence, match, budget)
+        hit = self.cache.find(sequence.names, sequence.num_tokens)
+        num_new = self._admit_hit(sequence, hit, budget)
         if not num_new and sequence.status is not Status.LOADING:
-            self._watch(sequence, match)
+            self._watch(sequence, hit)
         return num_new
 
-    def _admit_matched(self, sequence: Sequence, match: Match, budget: int) -> int | None:
-        external_len = self._external_len(sequence, match.num_blocks * self.limits.block_size)
+    def _admit_hit(self, sequence: Sequence, hit: Hit, budget: int) -> int | None:
+        external_len = self._external_len(sequence, hit.hit_len)
         if external_len is None:
             return 0
         if external_len:
-            return self._start_load(sequence, match, external_len)
-        return self._admit_with(sequence, match, budget)
+            return self._start_load(sequence, hit, external_len)
+        return self._admit_with(sequence, hit, budget)
 
-    def _watch(self, sequence: Sequence, match: Match) -> None:
+    def _watch(self, sequence: Sequence, hit: Hit) -> None:
         """Who was considered in vain is considered again when time changes the answer, or its local hit may change."""
-        self._in_vain.append((sequence, match))
+        self._in_vain.append((sequence, hit))
         if sequence.kv is not None and sequence.kv.reconsider_at_ns is not None:
             assert self.pool is not None
             self.pool.wake_at(sequence, sequence.kv.reconsider_at_ns)
@@ -279,17 +267,17 @@ class Scheduler:
             self.pool.lookup(sequence, answer)
         return None
 
-    def _start_load(self, sequence: Sequence, match: Match, external_len: int) -> int | None:
+    def _start_load(self, sequence: Sequence, hit: Hit, external_len: int) -> int | None:
         """Take the blocks of local and external hit, and leave the batch until the load has ended."""
         assert sequence.kv is not None
         assert self.pool is not None
-        resume_len = match.num_blocks * self.limits.block_size + external_len
-        reserved = sum(self._missing_blocks(other) for other in self._prefilling)
-        if not self._fits(sequence, match, resume_len, reserved):
+        resume_len = hit.hit_len + external_len
+        beginning = self.cache.resumed(hit, sequence.names, resume_len)
+        reserved = sum([self.cache.missing_at_most(it.tables.ends, it.num_tokens) for it in self._prefilling])
+        if not self._fits(sequence, beginning.ends, beginning, resume_len, reserved):
             return None
-        sequence.holding = self.blocks.hold(match)
-        sequence.num_blocks = match.num_blocks
-        self._allocate(sequence, div_ceil(resume_len, self.limits.block_size))
+        sequence.tables = self.cache.hold(beginning, sequence.input_len)
+        self.cache.grow(sequence.tables, resume_len)
         self._record_admission(sequence, external_len)
         load = sequence.kv.granted(external_len, self._now_ns)
         assert load is not None
@@ -303,21 +291,23 @@ class Scheduler:
         self._loaded.discard(sequence)
         sequence.status = Status.PREEMPTED if sequence.num_preemptions else Status.WAITING
         if sequence.num_computed:
-            self._cache(sequence, sequence.num_computed)
+            self.cache.enter(sequence.tables, sequence.names, sequence.num_computed)
         else:
             self._free(sequence)
 
-    def _admit_with(self, sequence: Sequence, match: Match | None, budget: int) -> int | None:
-        """Admit without (more) loading; `match` None: it holds its computed blocks already."""
-        computed_len = sequence.num_computed if match is None else match.num_blocks * self.limits.block_size
+    def _admit_with(self, sequence: Sequence, hit: Hit | None, budget: int) -> int | None:
+        """Admit without (more) loading; `hit` None: it holds its computed blocks already."""
+        computed_len = sequence.num_computed if hit is None else hit.hit_len
+        junction, ends = (sequence.tables.junction, sequence.tables.ends) if hit is None else (hit.junction, hit.ends)
         num_new = min(sequence.num_tokens - computed_len, budget)
-        if not self._fits(sequence, match, computed_len + num_new, 0):
+        if self.cache.has_states:
+            num_new = self._chunk(sequence, junction, computed_len, num_new)
+        if not num_new or not self._fits(sequence, ends, hit, computed_len + num_new, 0):
             return None
-        if match is not None:
-            sequence.holding = self.blocks.hold(match)
-            sequence.num_blocks = match.num_blocks
+        if hit is not None:
+            sequence.tables = self.cache.hold(hit, sequence.input_len)
         sequence.num_computed = computed_len
-        self._grow(sequence, div_ceil(computed_len + num_new, self.limits.block_size))
+        self.cache.grow(sequence.tables, computed_len + num_new)
         self._record_admission(sequence, 0)
         if sequence.kv is not None:
             sequence.kv.granted(0, self._now_ns)
@@ -326,23 +316,16 @@ class Scheduler:
             self._prefilling[sequence] = None
         return num_new
 
-    def _fits(self, sequence: Sequence, match: Match | None, num_tokens: int, reserved_blocks: int) -> bool:
+    def _fits(self, sequence: Sequence, ends: tuple[int, ...], hit: Hit | None, num_tokens: int, reserved: int) -> bool:
         """Whether the whole sequence could be held, and `num_tokens` of it now beside what others were promised."""
-        whole = self._wanted_blocks(sequence, match, sequence.num_tokens)
-        now = self._wanted_blocks(sequence, match, num_tokens)
-        watermark = self.limits.watermark_blocks if self.running else 0
-        free = self.blocks.num_free
-        return whole + watermark <= free and now + watermark <= free - reserved_blocks
-
-    def _wanted_blocks(self, sequence: Sequence, match: Match | None, num_tokens: int) -> int:
-        """Free blocks that holding `num_tokens` takes: new ones, and matched ones that nobody holds now."""
-        required = div_ceil(num_tokens, self.limits.block_size)
-        if match is None:
-            return max(required - sequence.num_blocks, 0)
-        return max(required - match.num_blocks, 0) + match.num_free
-
-    def _missing_blocks(self, sequence: Sequence) -> int:
-        return max(div_ceil(sequence.num_tokens, self.limits.block_size) - sequence.num_blocks, 0)
+        if hit is not None and self.cache.is_fresh(hit):
+            self._awaits_state = True
+            return False
+        matched = self.limits.watermark_blocks if self.running else 0
+        matched += 0 if hit is None else hit.num_free
+        whole = self.cache.missing_at_most(ends, sequence.num_tokens) + matched
+        now = self.cache.missing(ends, num_tokens) + matched
+        return whole <= self.blocks.num_free and now <= self.blocks.num_free - reserved
 
     def _record_admission(self, sequence: Sequence, external_len: int) -> None:
         if not sequence.admitted:
@@ -357,29 +340,19 @@ class Scheduler:
         before = sequence.num_computed
         computed_len = before + num_new
         step.scheduled.append((sequence, before, num_new))
-        self._cache(sequence, computed_len)
-        kv = sequence.kv
+        tables, kv = sequence.tables, sequence.kv
+        states = self.cache.enter(tables, sequence.names, computed_len) if computed_len >= tables.cache_len else ()
         if kv is not None and kv.next_store_len is not None and computed_len >= kv.next_store_len:
-            store = kv.computed(computed_len, self._now_ns)
-            step.num_stores += store is not None
-            self._store(sequence, store)
+            self._plan_store(sequence, kv.computed(computed_len, self._now_ns), step)
+        if kv is not None and states:
+            for group, state_len in states:
+                self._plan_store(sequence, kv.state_saved(group, state_len, self._now_ns), step)
         if computed_len >= sequence.num_tokens:
             self._prefilling.pop(sequence, None)
 
-    def _grow(self, sequence: Sequence, num_blocks: int) -> None:
-        if num_blocks > sequence.num_blocks:
-            self._allocate(sequence, num_blocks)
-
-    def _allocate(self, sequence: Sequence, num_blocks: int) -> None:
-        assert sequence.holding is not None
-        self.blocks.allocate(sequence.holding, num_blocks - sequence.num_blocks)
-        sequence.num_blocks = num_blocks
-
-    def _cache(self, sequence: Sequence, num_tokens: int) -> None:
-        assert sequence.holding is not None
-        num_blocks = num_tokens // self.limits.block_size
-        if num_blocks > sequence.holding.cached_end:
-            self.blocks.cache(sequence.holding, sequence.segments, num_blocks)
+    def _plan_store(self, sequence: Sequence, plan: Store | None, step: Step) -> None:
+        step.num_stores += plan is not None
+        self._store(sequence, plan)
 
     def _store(self, sequence: Sequence, plan: Store | None) -> None:
         if plan is not None:
@@ -387,11 +360,8 @@ class Scheduler:
             self.pool.store(sequence, plan)
 
     def _free(self, sequence: Sequence) -> None:
-        if sequence.holding is None:
-            return
-        self.blocks.free(sequence.holding)
-        sequence.holding = None
-        sequence.num_blocks = 0
+        self.cache.free(sequence.tables)
+        sequence.tables = NO_TABLES
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.kv is not None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvcore.pool import Holding
+from kvcore.gpu_cache import NO_TABLES, Names, Tables
 from kvcore.request import KVRequest
 from kvcore.types import Segments
 
@@ -22,7 +22,8 @@ class Status(Enum):
 class Sequence:
     """A request of `input_len` prompt tokens that ends after `max_tokens` >= 1 generated ones (lengths in tokens).
 
-    `segments` name the content of its full blocks, prompt and output. `kv` is None where there is no pool.
+    `segments` name the content of its full blocks of one hash unit each, prompt and output; `names` the same for the
+    blocks of each group, since it was submitted. `kv` is None where there is no pool.
     """
 
     index: int
@@ -33,8 +34,8 @@ class Sequence:
     status: Status = Status.WAITING
     num_tokens: int = 0
     num_computed: int = 0
-    num_blocks: int = 0
-    holding: Holding | None = None
+    names: Names = ()
+    tables: Tables = NO_TABLES
     local_hit_len: int = 0
     external_hit_len: int = 0
     admitted: bool = False

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PlainValidator, field_validator
 
 from kvsim import catalog, toml
+from kvsim.config.retention import interval
 from kvsim.llm.dtypes import KVCacheDtype
 from kvsim.toml import Count, PositiveCount, PositiveRatio, Ratio, Table
 
@@ -91,6 +92,10 @@ class EngineConfig(Table):
     """Overrides the number derived from memory. One of them holds nothing, vLLM's null block."""
     watermark: Ratio = 0.0
     """Share of the blocks kept free when a waiting request is admitted; vLLM's KVCacheManager(watermark=0.0)."""
+
+    prefix_cache_retention_interval: Annotated[int | None, PlainValidator(interval)] = 0
+    """Tokens between the lengths at which groups with windows or recurrent states stay resumable in the GPU prefix
+    cache; 0: where a prompt can be sent again and where prefixes part, "all": every one."""
 
     @field_validator("step_time")
     @classmethod

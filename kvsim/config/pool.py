@@ -10,6 +10,7 @@ from kvcore.plans import DEFAULT_STORING_SHARE, PoolPolicy
 from kvcore.units import NS_PER_MS
 from kvsim import toml
 from kvsim.clock import PS_PER_NS, PS_PER_US
+from kvsim.config.retention import retention
 from kvsim.toml import Count, PositiveCount, PositiveRatio, Table
 
 _PATIENCE = PoolPolicy()
@@ -20,20 +21,6 @@ ADMISSIONS = ("all", "second_touch", "cheaper")
 LOADINGS = ("always", "cheaper", "in_time")
 STRATEGIES = ("random", "free_ratio_first", "local_first")
 """Policies of the pool by name; see docs/POLICIES.md."""
-
-
-def _retention(value: object) -> Retention:
-    """Intervals as TOML can write them, which has no null: "all" keeps every length resumable."""
-    return tuple(map(_interval, value)) if isinstance(value, list | tuple) else _interval(value)
-
-
-def _interval(value: object) -> int | None:
-    if value is None or value == "all":
-        return None
-    value = toml.whole(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError('"all", 0 or a number of tokens, or a list with one of these for each group')
-    return value
 
 
 Priority = Annotated[Count, Field(le=MAX_PRIORITY)]
@@ -102,7 +89,7 @@ class PoolConfig(Table):
     eviction_ratio: PositiveRatio = 0.05
     eviction: str = "mooncake"
     """Which of the objects that may go goes first: the one the master takes, or (what if) another policy's choice."""
-    retention_interval: Annotated[Retention, PlainValidator(_retention)] = None
+    retention_interval: Annotated[Retention, PlainValidator(retention)] = None
     """Tokens between the boundaries that a writer of a sparse group keeps, of all groups or of each; "all" keeps every
     boundary, 0 the replay boundary only. A group of full attention always keeps all blocks."""
     session_pin: Literal["none", "soft", "hard"] = "none"

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from kvcore.group_runs import GroupRuns, count_blocks, minus, plus
+from kvcore.holding import Holding
 from kvcore.plans import Load, Lookup, Store
-from kvcore.pool import Holding
 from kvcore.types import GroupId, Runs, Segments
 from kvsim.clock import PS_PER_NS, Action, Clock
 from kvsim.events import EventLog, Kind

@@ -64,7 +64,7 @@ class VllmEngine:
         self.index = index
         self._clock = clock
         self._scheduler = scheduler
-        self._block_size: int = scheduler.block_size
+        self._block_size: int = scheduler.hash_block_size
         self._step_time = step_time
         self._log = log
         self._on_finished = on_finished

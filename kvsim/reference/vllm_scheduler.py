@@ -12,16 +12,17 @@ from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvsim.reference.vllm_specs import vllm_spec
 from kvsim.run import limits
 from kvsim.scenario import Scenario
 from kvsim.sequence import Sequence
 
-# Only its shape of one full-attention group matters; vLLM reads no weights here.
+# Nothing of it matters: the KV cache groups are given by hand, and vLLM reads no weights here.
 MODEL_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -40,12 +41,15 @@ TOKEN = 0
 
 
 def make_scheduler(scenario: Scenario) -> Any:
-    """The synchronous `Scheduler` with the scenario's bounds, for one group of full attention."""
+    """The synchronous `Scheduler` with the scenario's bounds and the groups of its model."""
     config = _config(scenario)
-    model = config.model_config
-    spec = FullAttentionSpec(scenario.kv_model.alignment, num_kv_heads=1, head_size=32, dtype=model.dtype)
-    groups = [KVCacheGroupSpec(["layer"], spec)]
-    kv_cache_config = KVCacheConfig(num_blocks=scenario.num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    groups = [KVCacheGroupSpec([str(index)], vllm_spec(group)) for index, group in enumerate(scenario.kv_model.groups)]
+    kv_cache_config = KVCacheConfig(
+        num_blocks=scenario.num_gpu_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=limits(scenario).retention,
+    )
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
     kv_cache_config.hash_block_size = hash_block_size
     kv_cache_config.cache_hit_alignment_tokens = block_size
@@ -100,9 +104,10 @@ def _config(scenario: Scenario) -> Any:
     config.model_config = copy(config.model_config)
     config.model_config.max_model_len = limits(scenario).capacity_tokens
     config.cache_config = copy(config.cache_config)
-    config.cache_config.block_size = engine.block_size
+    config.cache_config.block_size = max(group.block_size for group in scenario.kv_model.groups)
     config.cache_config.num_gpu_blocks = scenario.num_gpu_blocks
     config.cache_config.enable_prefix_caching = True
+    config.cache_config.mamba_cache_mode = "align"
     config.scheduler_config = copy(config.scheduler_config)
     config.scheduler_config.max_num_seqs = engine.max_num_seqs
     config.scheduler_config.max_num_batched_tokens = engine.max_num_batched_tokens

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 
 from kvcore.errors import InvalidArgument
+from kvcore.gpu_cache import OneGroupCache
 from kvcore.pool import BlockPool
-from kvcore.units import div_ceil
 from kvsim.events import Kind
 from kvsim.invariants import check
 from kvsim.run import decisions_digest, simulation
@@ -177,8 +177,7 @@ class GivesWayItself(Scheduler):
     """Wrong: who lacks blocks is preempted, not the last admitted."""
 
     def _make_room(self, sequence, num_tokens, step):
-        num_blocks = div_ceil(num_tokens, self.limits.block_size)
-        if num_blocks - sequence.num_blocks > self.blocks.num_free:
+        if self.cache.lacking(sequence.tables, num_tokens) > self.blocks.num_free:
             self.running.remove(sequence)
             self._preempt(sequence, step)
             return False
@@ -188,8 +187,8 @@ class GivesWayItself(Scheduler):
 class AdmitsByChunk(Scheduler):
     """Wrong: the first chunk must fit, not the whole prompt."""
 
-    def _fits(self, sequence, match, num_tokens, reserved_blocks):
-        return self._wanted_blocks(sequence, match, num_tokens) <= self.blocks.num_free
+    def _fits(self, sequence, ends, hit, num_tokens, reserved):
+        return self.cache.missing(ends, num_tokens) + (hit.num_free if hit else 0) <= self.blocks.num_free
 
 
 class AdmitsBesidePreemption(Scheduler):
@@ -211,16 +210,11 @@ class FreesHeadFirst(BlockPool):
         super().free(holding)
 
 
-class NamesAnswersLate(Scheduler):
-    """Wrong: blocks of generated tokens are found by others only when the sequence gives them back."""
+class NamesNoAnswers(OneGroupCache):
+    """Wrong: blocks of generated tokens are not found by others."""
 
-    def _cache(self, sequence, num_tokens):
-        super()._cache(sequence, min(num_tokens, sequence.input_len))
-
-    def _free(self, sequence):
-        if sequence.holding is not None:
-            super()._cache(sequence, sequence.num_computed)
-        super()._free(sequence)
+    def enter(self, tables, names, computed_len):
+        return super().enter(tables, names, min(computed_len, tables.num_prompt_tokens))
 
 
 # Each was found by random search with the wrong scheduler, and shrunk.
@@ -241,7 +235,6 @@ WRONG_SCHEDULERS = [
             Ask("fork", of=17, cut=1, new_len=0, output_len=5),
         ],
     ),
-    (NamesAnswersLate, *NAMED_WHILE_GENERATED),
 ]
 
 
@@ -252,10 +245,14 @@ def test_a_wrong_scheduler_is_found(monkeypatch, wrong, settings, asks):
     assert differs(settings, asks)
 
 
-def test_a_wrong_pool_is_found(monkeypatch):
-    assert not differs(*FORGOTTEN_PREFIX)
-    monkeypatch.setattr("kvsim.scheduler.BlockPool", FreesHeadFirst)
-    assert differs(*FORGOTTEN_PREFIX)
+@pytest.mark.parametrize(
+    ("name", "wrong", "case"),
+    [("BlockPool", FreesHeadFirst, FORGOTTEN_PREFIX), ("OneGroupCache", NamesNoAnswers, NAMED_WHILE_GENERATED)],
+)
+def test_a_wrong_cache_is_found(monkeypatch, name, wrong, case):
+    assert not differs(*case)
+    monkeypatch.setattr(f"kvcore.gpu_cache.{name}", wrong)
+    assert differs(*case)
 
 
 def differs(settings, asks):

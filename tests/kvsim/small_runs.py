@@ -166,6 +166,14 @@ def scenario_of(settings, name="nopool-16"):
     return load(name, [f"{key}={value}" for key, value in settings.items()])
 
 
+def of_model(scenario, model, retention=0):
+    """The scenario with other KV cache groups, all blocks of one size in bytes."""
+    engine = scenario.engine.model_copy(update={"prefix_cache_retention_interval": retention})
+    scenario = scenario.model_copy(update={"engine": engine})
+    scenario.__dict__["kv_model"] = model
+    return scenario
+
+
 def events(log):
     """(time_ps, kind, request, a, b) of each event."""
     rows = log.rows.tolist()
