@@ -11,7 +11,10 @@ from kvsim.config.mode import Mode
 from kvsim.toml import Count, PositiveCount
 from kvsim.workload.names import FormatName, TimeUnit
 
-GENERATORS = ("agentic", "codex")
+GENERATORS = ("agentic", "scaling", "codex", "chat", "rag", "long-document")
+
+
+Scale = Annotated[float, Field(ge=0, le=100)]
 
 
 class AgenticWorkload(Mode):
@@ -53,6 +56,53 @@ class CodexWorkload(Mode):
     """Sessions start uniformly at random in [0, start_spread_s); 0 starts all at once."""
 
 
+class ScalingWorkload(Mode):
+    """The blog's scaling run, of the length that so many GPUs have: `kvsim.workload.agentic.scaling`."""
+
+    generator: Literal["scaling"]
+    gpus: PositiveCount
+
+
+class ChatWorkload(Mode):
+    """Conversations, as `kvsim.workload.chat` generates them; what is not set has that module's default."""
+
+    generator: Literal["chat"]
+    sessions: PositiveCount
+    system_len: Count | None = None
+    prompt_scale: Scale | None = None
+    answer_scale: Scale | None = None
+    pause_scale: Scale | None = None
+
+
+class RagWorkload(Mode):
+    """Questions over retrieved chunks, as `kvsim.workload.rag` generates them, likewise."""
+
+    generator: Literal["rag"]
+    requests: PositiveCount
+    chunks: PositiveCount | None = None
+    chunk_len: PositiveCount | None = None
+    top_k: PositiveCount | None = None
+    order: Literal["relevance", "popularity"] | None = None
+    system_len: Count | None = None
+    question_len: PositiveCount | None = None
+
+
+class LongDocumentWorkload(Mode):
+    """Readers of long documents, as `kvsim.workload.long_document` generates them, likewise."""
+
+    generator: Literal["long-document"]
+    documents: PositiveCount
+    document_len: PositiveCount | None = None
+    length_spread: Annotated[float, Field(ge=0, le=2)] | None = None
+    questions: PositiveCount | None = None
+    readers: PositiveCount | None = None
+    question_len: PositiveCount | None = None
+    output_len: Count | None = None
+    keeps: Literal["document", "conversation"] | None = None
+    pause_s: Annotated[float, Field(ge=0)] | None = None
+    system_len: Count | None = None
+
+
 class TraceWorkload(Mode):
     """A recorded trace; the format is sniffed by content when not given."""
 
@@ -63,14 +113,20 @@ class TraceWorkload(Mode):
 
 
 def _workload_kind(data: object) -> str:
-    is_trace = isinstance(data, TraceWorkload) or (isinstance(data, Mapping) and "trace" in data)
-    is_codex = isinstance(data, CodexWorkload) or (isinstance(data, Mapping) and data.get("generator") == "codex")
-    return "<trace>" if is_trace else "<codex>" if is_codex else "<agentic>"
+    """The tag of a table's kind: a trace, one of the generators, else the first of them, which says what is known."""
+    if isinstance(data, TraceWorkload) or (isinstance(data, Mapping) and "trace" in data):
+        return "<trace>"
+    name = data.get("generator") if isinstance(data, Mapping) else getattr(data, "generator", None)
+    return f"<{name}>" if name in GENERATORS else f"<{GENERATORS[0]}>"
 
 
 Workload = Annotated[
     Annotated[AgenticWorkload, Tag("<agentic>")]
+    | Annotated[ScalingWorkload, Tag("<scaling>")]
     | Annotated[CodexWorkload, Tag("<codex>")]
+    | Annotated[ChatWorkload, Tag("<chat>")]
+    | Annotated[RagWorkload, Tag("<rag>")]
+    | Annotated[LongDocumentWorkload, Tag("<long-document>")]
     | Annotated[TraceWorkload, Tag("<trace>")],
     Discriminator(_workload_kind),
 ]

@@ -5,6 +5,7 @@ sent back token for token, so a session's stream runs on through them. The defau
 "Serving Agentic Workloads at Scale with vLLM x Mooncake" (2026-05-06): 30 turns, last context 116,392 tokens.
 """
 
+import math
 import zlib
 from dataclasses import dataclass
 
@@ -55,6 +56,22 @@ class Agentic:
     def input_len(self, turn: int) -> int:
         """Prompt of the turn, counted from 0."""
         return self.common_len + self.first_len + turn * (self.output_len + self.turn_len)
+
+
+SCALING_SESSIONS, SCALING_GPUS = 75, 12
+
+
+def scaling(gpus: int = SCALING_GPUS) -> Agentic:
+    """The blog's scaling run on so many GPUs: 75 sessions on 12, as many a GPU on more, all at once, no delay.
+
+    Prefix 20,000, first input 10,000, then 2,048 a turn, 30 turns, answers forced to 900 tokens: from the scripts of
+    the run (fork ivanium/vllm, branch feat/mooncake-store-int, pull request 5), read 2026-11.
+    """
+    sessions, rest = divmod(gpus * SCALING_SESSIONS, SCALING_GPUS)
+    whole = SCALING_GPUS // math.gcd(SCALING_SESSIONS, SCALING_GPUS)
+    rule = f"a multiple of {whole}, as {SCALING_SESSIONS} sessions are on {SCALING_GPUS} GPUs"
+    require(gpus >= 1 and not rest, "gpus", gpus, rule)
+    return Agentic(sessions)
 
 
 def generate(shape: Agentic, seed: int = 0) -> Trace:

@@ -55,6 +55,31 @@ class Quantiles:
         return log50, (log90 - log50) / Z90, (log99 - log90) / (Z99 - Z90)
 
 
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """A quantile function whose logarithm is a line in the normal score."""
+
+    log_median: float
+    spread: float
+    """Standard deviation of the logarithm."""
+
+    @classmethod
+    def of(cls, mean: float, deviation: float) -> "LogNormal":
+        """The one with this mean and standard deviation, where a source publishes no more."""
+        variance = math.log1p((deviation / mean) ** 2)
+        return cls(math.log(mean) - variance / 2, math.sqrt(variance))
+
+    def at(self, scores: Floats) -> Floats:
+        """The values at these normal scores."""
+        return np.exp(self.log_median + self.spread * scores)
+
+
+def ranks(count: int, random: np.random.Generator) -> Floats:
+    """(k + 0.5) / count, in random order: what a distribution without a normal score is stratified by."""
+    places: Floats = (random.permutation(count) + 0.5) / count
+    return places
+
+
 def stratified(count: int, random: np.random.Generator) -> Floats:
     """The normal scores of the ranks (k + 0.5) / count, in random order."""
     return restratified(random.random(count))
