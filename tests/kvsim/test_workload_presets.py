@@ -1,4 +1,4 @@
-"""Scaling run, chat, RAG, long documents: what is published comes out of any seed, and prompts share what they should."""
+"""Scaling run, chat, RAG, long documents: what is published comes out of any seed; prompts share what they should."""
 
 import math
 from collections import Counter
@@ -76,7 +76,8 @@ PROBE = """
 from hashlib import sha256
 from kvsim.workload import chat, long_document, rag
 from kvsim.workload.trace import columns_of
-for module, shape in ((chat, chat.Chat(30)), (rag, rag.Rag(30, 90, top_k=4)), (long_document, long_document.LongDocument(4))):
+shapes = ((chat, chat.Chat(30)), (rag, rag.Rag(30, 90, top_k=4)), (long_document, long_document.LongDocument(4)))
+for module, shape in shapes:
     print(sha256(b"".join(column.tobytes() for column in columns_of(module.generate(shape, 3)))).hexdigest())
 """
 
