@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, model_validator
 
-from kvcore.errors import clipped
+from kvcore.errors import InvalidArgument, clipped
 from kvcore.masks import Retention
 from kvcore.spec import ModelSpec
 from kvsim import catalog, toml
@@ -57,6 +57,7 @@ class Scenario(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Scenario":
+        self._check_division()
         if len(self.kv_groups) > 1:
             raise ValueError(f"a model with one KV cache group: engines of {self.model.name}'s are not simulated yet")
         ways = (self.link is not None) + (self.network is not None)
@@ -73,6 +74,12 @@ class Scenario(Table):
             self._check_retention(self.pool.retention_interval)
         self._check_faults()
         return self
+
+    def _check_division(self) -> None:
+        try:
+            _ = self.kv_groups, self.rank_weights
+        except InvalidArgument as error:
+            raise ValueError(f"engine.{error.argument} to be {error.expected}, not {error.value}") from None
 
     def _check_faults(self) -> None:
         if self.faults and self.pool is None:

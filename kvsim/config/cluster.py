@@ -1,12 +1,12 @@
 """The instances of a scenario: the tables `[model]`, `[device]`, `[cluster]`, `[routing]` and `[engine]`."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, PlainValidator, field_validator
 
 from kvsim import catalog, toml
 from kvsim.config.retention import interval
-from kvsim.llm.dtypes import KVCacheDtype
+from kvsim.llm.dtypes import KVCacheChoice
 from kvsim.toml import Count, PositiveCount, PositiveRatio, Ratio, Table
 
 
@@ -80,7 +80,7 @@ class EngineConfig(Table):
     """What says how long a step takes: `roofline`, `table:NAME` or `aiconfigurator`; see docs/STEP_TIMES.md."""
     block_size: PositiveCount = 16
     """Tokens in a block, at least: some models' kernels need larger ones, and a recurrent state fits into a block."""
-    kv_cache_dtype: Literal["auto"] | KVCacheDtype = "auto"
+    kv_cache_dtype: KVCacheChoice = "auto"
     """How K, V and latents are kept; `auto`: as the model's file says."""
     max_num_seqs: PositiveCount = 1024
     max_num_batched_tokens: PositiveCount = 8192

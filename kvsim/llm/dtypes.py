@@ -8,6 +8,9 @@ WeightDtype = Literal["bf16", "fp8", "nvfp4", "mxfp4"]
 KVCacheDtype = Literal["bfloat16", "fp8", "fp8_ds_mla"]
 """vLLM's `kv_cache_dtype`. `fp8_ds_mla` is its packed layout of latents, with scales and rotary part in full."""
 
+KVCacheChoice = Literal["auto", "bfloat16", "fp8", "fp8_ds_mla"]
+"""The same, or what the model's file says."""
+
 WEIGHT_BITS: dict[WeightDtype, Fraction] = {
     "bf16": Fraction(16),
     "fp8": 8 + Fraction(32, 128 * 128),

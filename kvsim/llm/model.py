@@ -14,7 +14,7 @@ from kvsim.llm.feed_forward import Dense, Experts
 from kvsim.llm.groups import KVGroup, Layers, Pages, kv_groups
 from kvsim.llm.latent import Compressed, Latent
 from kvsim.llm.layers import AttentionLayers, GroupedQuery
-from kvsim.llm.recurrent import DeltaRule
+from kvsim.llm.recurrent import DeltaRule, Mamba2, StateLayers
 from kvsim.sourced import Sourced
 from kvsim.toml import Count, PositiveCount, Table
 
@@ -121,14 +121,22 @@ Attention = Annotated[
     Annotated[GroupedQuery, Tag("<gqa>")]
     | Annotated[Latent, Tag("<mla>")]
     | Annotated[Compressed, Tag("<compressed>")]
-    | Annotated[DeltaRule, Tag("<delta>")],
+    | Annotated[DeltaRule, Tag("<delta>")]
+    | Annotated[Mamba2, Tag("<mamba2>")],
     Discriminator(lambda data: f"<{_ATTENTION.get(_kind_of(data), 'gqa')}>"),
 ]
 FeedForward = Annotated[
     Annotated[Dense, Tag("<dense>")] | Annotated[Experts, Tag("<moe>")],
     Discriminator(lambda data: "<moe>" if _kind_of(data) == "moe" else "<dense>"),
 ]
-_ATTENTION = {"gqa": "gqa", "mla": "mla", "compressed": "compressed", "gdn": "delta", "kda": "delta"}
+_ATTENTION = {
+    "gqa": "gqa",
+    "mla": "mla",
+    "compressed": "compressed",
+    "gdn": "delta",
+    "kda": "delta",
+    "mamba2": "mamba2",
+}
 
 _Layers = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
@@ -156,13 +164,13 @@ class LlmModel(Table):
     @model_validator(mode="after")
     def _complete(self) -> "LlmModel":
         layers = sum(layer.num_layers for layer in self.attention)
-        if layers != sum(layer.num_layers for layer in self.feed_forward):
-            raise ValueError(f"as many feed-forward layers as attention layers, {layers}")
+        if layers < sum(layer.num_layers for layer in self.feed_forward):
+            raise ValueError(f"at most as many feed-forward layers as attention layers, {layers}")
         return self
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Decoder layers; some may have no feed-forward layer behind attention."""
         return sum(layer.num_layers for layer in self.attention)
 
     # --- what is kept -------------------------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ class LlmModel(Table):
 
     def _block_size(self, options: CacheOptions) -> int:
         asked = max(layer.block_size(options.block_size) for layer in self.attention)
-        states = [layer for layer in self.attention if isinstance(layer, DeltaRule)]
+        states = [layer for layer in self.attention if isinstance(layer, StateLayers)]
         if not states:
             return asked
         token = options._replace(block_size=1)

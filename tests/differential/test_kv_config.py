@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.spec import FullAttention, Recurrent, SlidingWindow
+from kvcore.spec import ChunkedLocal, FullAttention, Recurrent, SlidingWindow
 from kvsim import catalog, toml
 from kvsim.llm.feed_forward import Dense
 from kvsim.llm.groups import gpu_block_bytes
@@ -56,6 +56,8 @@ def test_groups_and_number_of_blocks_are_those_of_vllm(name, tp, dtype):
         ("gpt-oss-120b", "window = 128", "window = 256"),
         ("qwen3.5-397b-a17b", "value_head_dim = 128", "value_head_dim = 256"),
         ("kimi-k3", "conv_kernel = 4", "conv_kernel = 2"),
+        ("nemotron-3-nano-30b-a3b", "num_groups = 8", "num_groups = 4"),
+        ("llama-4-scout", "chunk = 8192", "chunk = 4096"),
     ],
 )
 def test_a_wrong_file_has_other_groups_than_vllm(tmp_path, name, old, new):
@@ -105,7 +107,7 @@ def ours(model, tp, dtype):
 
 def summary(group):
     spec = group.spec
-    window = getattr(spec, "window", None)
+    window = getattr(spec, "window", getattr(spec, "chunk", None))
     return type(spec), spec.block_size, window, group.num_layers, group.page_bytes, group.block_bytes, group.num_shards
 
 
@@ -129,7 +131,7 @@ def their_summary(group, model, tp):
     return (
         kind_of(spec),
         spec.block_size,
-        getattr(spec, "sliding_window", None),
+        reach(spec),
         len(layers),
         sum(layer.page_size_bytes for layer in layers),
         sum(layer.real_page_size_bytes for layer in layers),
@@ -137,10 +139,20 @@ def their_summary(group, model, tp):
     )
 
 
-def kind_of(spec):
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+def reach(spec):
+    """Tokens of a window or a chunk."""
+    return getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
 
-    kinds = {FullAttentionSpec: FullAttention, SlidingWindowSpec: SlidingWindow, MambaSpec: Recurrent}
+
+def kind_of(spec):
+    from vllm.v1 import kv_cache_interface as interface
+
+    kinds = {
+        interface.FullAttentionSpec: FullAttention,
+        interface.SlidingWindowSpec: SlidingWindow,
+        interface.ChunkedLocalAttentionSpec: ChunkedLocal,
+        interface.MambaSpec: Recurrent,
+    }
     (kind,) = [kind for cls, kind in kinds.items() if isinstance(spec, cls)]
     return kind
 
@@ -156,7 +168,7 @@ def replicas(spec, model, tp):
         layer.num_kv_heads
         for layer in model.attention
         if isinstance(layer, GroupedQuery)
-        and (layer.head_dim, layer.window) == (spec.head_size, getattr(spec, "sliding_window", None))
+        and (layer.head_dim, layer.window or layer.chunk) == (spec.head_size, reach(spec))
         and max(1, layer.num_kv_heads // tp) == spec.num_kv_heads
     }
     return spec.num_kv_heads * tp // total

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from kvsim.llm.latent import Compressed, Latent
 from kvsim.llm.layers import GroupedQuery
-from kvsim.llm.recurrent import DeltaRule
+from kvsim.llm.recurrent import DeltaRule, Mamba2, StateLayers
 
 SERVED = {"bfloat16": "auto", "fp8": "fp8", "fp8_ds_mla": "fp8_ds_mla"}
 """Our dtypes in the words of `--kv-cache-dtype`."""
@@ -24,9 +24,11 @@ PLACES = {
     "VllmConfig": "vllm.config",
     "set_current_vllm_config": "vllm.config",
     "Attention": "vllm.model_executor.layers.attention.attention",
+    "ChunkedLocalAttention": "vllm.model_executor.layers.attention.chunked_local_attention",
     "MLAAttention": "vllm.model_executor.layers.attention.mla_attention",
     "MambaBase": "vllm.model_executor.layers.mamba.abstract",
     "DeepseekV32IndexerCache": "vllm.model_executor.models.deepseek_v2",
+    "NemotronHForCausalLM": "vllm.model_executor.models.nemotron_h",
     "Qwen3NextForCausalLM": "vllm.model_executor.models.qwen3_next",
     "DeepseekV4Attention": "vllm.models.deepseek_v4.attention",
     "DeepseekV4IndexerCache": "vllm.models.deepseek_v4.attention",
@@ -77,16 +79,16 @@ def engine_config(model, block_size, tp, dtype):
     cache.kv_cache_layout = "BLHNC" if side_by_side else "LBNHC"
     config.parallel_config.tensor_parallel_size = tp
     config.model_config = stand_in_model_config(model)
-    if any(isinstance(layer, DeltaRule) for layer in model.attention):
+    if any(isinstance(layer, StateLayers) for layer in model.attention):
         align_block_to_state(config)
     return config
 
 
 def stand_in_model_config(model):
-    (layer, *_) = [layer for layer in model.attention if not isinstance(layer, DeltaRule)]
+    (layer, *_) = [layer for layer in model.attention if not isinstance(layer, StateLayers)]
     latent = isinstance(layer, Latent)
     num_kv_heads = 1 if latent else getattr(layer, "num_kv_heads", 1)
-    states = next((layer for layer in model.attention if isinstance(layer, DeltaRule)), None)
+    states = next((layer for layer in model.attention if isinstance(layer, StateLayers)), None)
     config = SimpleNamespace(
         dtype=vllm().bfloat16,
         use_mla=latent,
@@ -106,6 +108,14 @@ def hf_config(layer):
     if layer.kind == "kda":
         sizes = {"num_heads": layer.num_value_heads, "head_dim": layer.value_head_dim}
         return SimpleNamespace(linear_attn_config={**sizes, "short_conv_kernel_size": layer.conv_kernel})
+    if layer.kind == "mamba2":
+        return SimpleNamespace(
+            mamba_num_heads=layer.num_heads,
+            mamba_head_dim=layer.head_dim,
+            n_groups=layer.num_groups,
+            ssm_state_size=layer.state_len,
+            conv_kernel=layer.conv_kernel,
+        )
     return SimpleNamespace(
         linear_num_key_heads=layer.num_key_heads,
         linear_num_value_heads=layer.num_value_heads,
@@ -117,7 +127,8 @@ def hf_config(layer):
 
 def state_class(kind):
     """Qwen3.5's own class needs packages that are not here; its states are Qwen3-Next's."""
-    return {"gdn": vllm().Qwen3NextForCausalLM, "kda": vllm().KimiLinearForCausalLM}[kind]
+    classes = {"gdn": "Qwen3NextForCausalLM", "kda": "KimiLinearForCausalLM", "mamba2": "NemotronHForCausalLM"}
+    return getattr(vllm(), classes[kind])
 
 
 def align_block_to_state(config):
@@ -152,11 +163,13 @@ def grouped_query(kind, config, _layer):
         kv_cache_dtype=config.cache_config.cache_dtype,
         kv_cache_torch_dtype=torch_dtype(config),
         sliding_window=kind.window,
+        attention_chunk_size=kind.chunk,
         num_kv_heads=vllm().ModelConfig.get_num_kv_heads(served, config.parallel_config),
         head_size=kind.head_dim,
         head_size_v=kind.head_dim,
     )
-    return {"attn": vllm().Attention.get_kv_cache_spec(layer, config)}
+    cls = vllm().Attention if kind.chunk is None else vllm().ChunkedLocalAttention
+    return {"attn": cls.get_kv_cache_spec(layer, config)}
 
 
 def latent(kind, config, _layer):
@@ -214,7 +227,7 @@ def state_cache(kind, head_dim, prefix):
     return cls(2 * overlap * head_dim, vllm().float32, kind.compress_ratio, prefix)
 
 
-def delta_rule(kind, config, _layer):
+def recurrent(kind, config, _layer):
     cls = state_class(kind.kind)
     layer = SimpleNamespace(
         get_state_shape=lambda: cls.get_mamba_state_shape_from_config(config),
@@ -229,4 +242,4 @@ def torch_dtype(config):
     return vllm().kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, config.model_config)
 
 
-MAKERS = {GroupedQuery: grouped_query, Latent: latent, Compressed: compressed, DeltaRule: delta_rule}
+MAKERS = {GroupedQuery: grouped_query, Latent: latent, Compressed: compressed, DeltaRule: recurrent, Mamba2: recurrent}

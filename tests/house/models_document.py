@@ -14,6 +14,7 @@ CLASSES = {
     "compressed": "window + compressed latents",
     "gdn": "GDN",
     "kda": "KDA",
+    "mamba2": "Mamba2",
 }
 
 
@@ -60,6 +61,8 @@ def class_of(model):
 def features(layer):
     if layer.kind == "gqa" and layer.window is not None:
         return f" in windows of {layer.window:,}"
+    if layer.kind == "gqa" and layer.chunk is not None:
+        return f" in chunks of {layer.chunk:,}"
     return " with a sparse index" if layer.kind == "mla" and layer.index is not None else ""
 
 

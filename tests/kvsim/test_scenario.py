@@ -100,6 +100,25 @@ def test_a_long_line_of_a_file_makes_a_short_message(tmp_path, text):
     assert len(str(caught.value).replace(str(path), "")) < 500
 
 
+def test_numbers_of_an_engine_of_several_gpus():
+    kimi = ["model.name=kimi-k2.5-nvfp4", "device.name=gb200", "engine.gpu_memory_utilization=0.85"]
+    prefill = scenario.load("pool-16", [*kimi, "engine.tensor_parallel_size=4"])
+    assert prefill.block_bytes == (64 * 35_136,) and prefill.kv_bytes_per_token == 35_136
+    assert prefill.gpu_block_bytes == 64 * 35_136 and prefill.num_gpus == 64
+    assert prefill.num_gpu_blocks * 64 == pytest.approx(461_216, rel=0.02)
+    parallel = ["engine.data_parallel_size=8", "engine.enable_expert_parallel=true", "engine.kv_cache_dtype=fp8_ds_mla"]
+    decode = scenario.load("pool-16", [*kimi, *parallel])
+    assert decode.block_bytes == (64 * 40_016,) and decode.num_gpu_blocks % 8 == 0
+    # An eighth of the experts, and attention and all else as often as there are ranks.
+    assert decode.rank_weights.size_bytes < prefill.rank_weights.size_bytes
+
+
+def test_gpu_blocks_of_heads_that_are_divided():
+    two, four = (scenario.load("pool-16", [f"engine.tensor_parallel_size={tp}"]) for tp in (2, 4))
+    assert two.block_bytes == four.block_bytes == (2 * 2**20,)
+    assert (two.gpu_block_bytes, four.gpu_block_bytes) == (2**20, 2**19)
+
+
 def test_lookup_time():
     pool = scenario.load("pool-16", ["pool.lookup_rtt_us=7", "pool.lookup_per_key_ns=3"]).pool
     assert pool.lookup_ps(1000) == 7_000_000 + 3_000_000
@@ -129,6 +148,11 @@ def test_is_immutable():
         ("engine.gpu_memory_utilization=1.5", "engine.gpu_memory_utilization = 1.5: expected less than or equal to 1"),
         ("engine.gpu_memory_utilization=nan", "engine.gpu_memory_utilization = nan: expected a finite number"),
         ("engine.gpu_memory_utilization=0.1", "expected weights and engine.reserved_bytes below device memory"),
+        (
+            "engine.tensor_parallel_size=3",
+            "expected engine.tensor_parallel_size to be a divisor or a multiple of 8 heads, not 3",
+        ),
+        ("engine.kv_cache_dtype=fp4", "engine.kv_cache_dtype = 'fp4': expected"),
         ("model.name=lama-3", "model.name = 'lama-3': expected a known name; did you mean llama-3.1-8b?"),
         (
             "cluster.routing=random",
