@@ -64,7 +64,7 @@ class RoutingConfig(Table):
     """pool_aware: time to fetch a token; by default that of the scenario's link, alone on it."""
 
 
-ROOFLINE, TABLE = "roofline", "table:"
+ROOFLINE, TABLE, AICONFIGURATOR = "roofline", "table:", "aiconfigurator"
 """What says how long a step takes; after TABLE comes the name of one."""
 
 
@@ -100,7 +100,7 @@ class EngineConfig(Table):
     @field_validator("step_time")
     @classmethod
     def _known_step_time(cls, name: str) -> str:
-        return toml.one_of(name, [ROOFLINE, *(TABLE + table for table in catalog.step_tables())])
+        return toml.one_of(name, [ROOFLINE, AICONFIGURATOR, *(TABLE + table for table in catalog.step_tables())])
 
     @property
     def num_gpus(self) -> int:

@@ -1,8 +1,9 @@
 """The step-time model that `[engine] step_time` names."""
 
 from kvsim.catalog import Device, LlmModel
-from kvsim.config.cluster import TABLE, EngineConfig
+from kvsim.config.cluster import AICONFIGURATOR, TABLE, EngineConfig
 from kvsim.cost.deployment import Deployment
+from kvsim.cost.estimated import estimated_table
 from kvsim.cost.parallel import Parallel
 from kvsim.cost.roofline import Roofline
 from kvsim.cost.shipped import shipped_table
@@ -21,6 +22,8 @@ def make_step_time(engine: EngineConfig, model: LlmModel, device: Device) -> Ste
     )
     if engine.step_time.startswith(TABLE):
         return shipped_table(engine.step_time.removeprefix(TABLE), deployment)
+    if engine.step_time == AICONFIGURATOR:
+        return estimated_table(deployment)
     placement = ExpertPlacement.WHOLE if engine.enable_expert_parallel else ExpertPlacement.CUT
     parallel = Parallel(engine.tensor_parallel_size, engine.data_parallel_size, placement)
     return Roofline(model, device, parallel, None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype)

@@ -16,6 +16,8 @@ METADATA = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"
 # What a room may import that is on PyPI: the base install, and the extra that belongs to it.
 EXTRA_OF = {"kvcore": ("xxhash",), "kvconnector": ("connector", "xxhash"), "kvsim": ("sim",)}
 ENGINE = {"vllm", "torch", "mooncake"}
+OPTIONAL = {"kvsim.cost.estimated": {"aiconfigurator"}}
+"""What a module imports when it is asked for, by an extra of the same name."""
 COMES_WITH_ENGINE = {"safetensors", "transformers"}
 COMES_WITH = {"vllm": "torch", "pydantic": "pydantic_core", "jinja2": "markupsafe"}
 
@@ -73,7 +75,11 @@ def test_third_party_imports_are_declared(package):
     for module in modules(package):
         foreign = {name.partition(".")[0] for name in imports(module)} - own
         allowed = known | ENGINE if module.name.startswith("kvsim.reference") else known
-        assert foreign <= allowed, module.name
+        assert foreign <= allowed | OPTIONAL.get(module.name, set()), module.name
+
+
+def test_what_is_optional_has_an_extra():
+    assert {name for names in OPTIONAL.values() for name in names} <= METADATA["optional-dependencies"].keys()
 
 
 def test_tests_can_be_collected_without_an_engine():
