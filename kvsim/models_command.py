@@ -1,4 +1,4 @@
-"""`kvsim models`: the catalogue.
+"""`kvsim models`: the catalogue, and how far the models of its hardware carry.
 
 Imports are inside the function, as in `kvsim.cli`, which has what commands share.
 """
@@ -12,13 +12,20 @@ from kvsim.options import json_option
 @click.option(
     "--tensor-parallel-size", default=1, show_default=True, type=click.IntRange(1, 1024), metavar="N", help="Ranks."
 )
+@click.option("--compare", is_flag=True, help="Step-time and link models beside published measurements instead.")
 @json_option
-def models(tensor_parallel_size: int, as_json: bool) -> None:
+def models(tensor_parallel_size: int, compare: bool, as_json: bool) -> None:
     """Language models and devices of the catalogue, with the bytes of their KV cache.
 
     Bytes of a token and of a sequence are those of the pool: of all ranks, replicas once.
     """
     from kvsim import cli
+
+    if compare:
+        from kvsim.cost.agreement import comparison
+
+        cli.show(comparison(), "agreement", as_json)
+        return
     from kvsim.llm.listing import listing
 
     cli.show(listing(tensor_parallel_size), "models", as_json)

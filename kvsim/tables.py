@@ -127,6 +127,32 @@ def _groups(groups: Sequence[Document]) -> str:
     return ", ".join(f"{count} x {kind} of {size}" for (kind, size), count in found.items())
 
 
+def agreement(compared: Document) -> RenderableType:
+    """Step times by backend, the roofline over whole tables, links: predicted beside published."""
+    steps = _table("step times", "backend", "predicted, ms", "reference, ms", "ratio")
+    deployment = None
+    for row in compared["step_times"]:
+        if deployment != (deployment := _deployment(row)):
+            steps.add_row(Text(f"{deployment} ({row['source']})", "italic"))
+        times = f"{row['predicted_ms']:,.1f}", f"{row['reference_ms']:,.1f}"
+        steps.add_row(f"  {row['point']}", row["backend"], *times, f"{row['ratio']:.2f}")
+    tables = _table("whole tables", "phase", "backend", "points", "ratio: least", "median", "most")
+    for row in compared["tables"]:
+        bounds = (f"{row[f'{mark}_ratio']:.2f}" for mark in ("min", "median", "max"))
+        tables.add_row(row["table"], row["phase"], row["backend"], f"{row['points']}", *bounds)
+    links = _table("links", "unit", "predicted", "reference", "ratio", "source")
+    for row in compared["links"]:
+        rates = f"{row['predicted']:,.3g}", f"{row['reference']:,.3g}"
+        links.add_row(row["point"], row["unit"], *rates, f"{row['ratio']:.2f}", row["source"])
+    return Group(steps, "", tables, "", links)
+
+
+def _deployment(row: Document) -> str:
+    sizes = f"tensor parallel {row['tensor_parallel_size']}, data parallel {row['data_parallel_size']}"
+    experts = ", expert parallel" if row["enable_expert_parallel"] else ""
+    return f"{row['model']} on {row['device']}, {sizes}{experts}"
+
+
 def _hit_rates(result: Document) -> str:
     whole, local, external = (_shown(result, key, form) for _, key, form in COMPARED[:3])
     return f"{whole} of prompt tokens: local {local}, from the pool {external}"

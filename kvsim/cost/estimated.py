@@ -1,7 +1,7 @@
 """A table that aiconfigurator makes on the spot: `[engine] step_time = "aiconfigurator"`.
 
-It has the points of the shipped tables, and takes some ten seconds. aiconfigurator is an extra, and imported here only, when
-a scenario asks for it. Its successor aisimulate is to take its place with version 0.13.
+It has the points of the shipped tables, and takes some ten seconds. aiconfigurator is an extra, imported here and only
+when a scenario asks for it. Its successor aisimulate is to take its place with version 0.13.
 """
 
 import logging

@@ -1,7 +1,9 @@
 """The tables of step times in models/step_times."""
 
 import csv
+from collections.abc import Iterator
 from decimal import Decimal
+from itertools import islice
 
 from kvsim import catalog
 from kvsim.clock import PS_PER_MS
@@ -28,9 +30,15 @@ def measured_on(name: str) -> Deployment:
 def read_grid(name: str, phase: str) -> Grid:
     """A table's `prefill` or `decode`, in picoseconds."""
     points: dict[int, dict[int, int]] = {}
-    for first, second, time_ms in list(csv.reader(catalog.step_times(name, phase).splitlines()))[1:]:
-        points.setdefault(int(first), {})[int(second)] = int(Decimal(time_ms) * PS_PER_MS)
+    for first, second, time_ps in rows(name, phase):
+        points.setdefault(first, {})[second] = time_ps
     return Grid(points)
+
+
+def rows(name: str, phase: str) -> Iterator[tuple[int, int, int]]:
+    """The same, point by point: (new tokens, context, ps) or (requests of a rank, context of each, ps)."""
+    for first, second, time_ms in islice(csv.reader(catalog.step_times(name, phase).splitlines()), 1, None):
+        yield int(first), int(second), int(Decimal(time_ms) * PS_PER_MS)
 
 
 def _fix(wanted: Deployment) -> str:
