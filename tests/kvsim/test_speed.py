@@ -49,10 +49,10 @@ def is_flat(costs):
     return max(costs) <= 1.1 * min(costs)
 
 
-def blockwise_put(pool, group, segments, runs, now_ns, hints=NO_HINTS):
+def blockwise_put(pool, group, segments, runs, now_ns, hints=NO_HINTS, writer=None):
     """The wrong put: one block after the other."""
     blocks = [(block, block + 1) for start, end in runs for block in range(start, end)]
-    return tuple(chain.from_iterable(PUT(pool, group, segments, (run,), now_ns, hints) for run in blocks))
+    return tuple(chain.from_iterable(PUT(pool, group, segments, (run,), now_ns, hints, writer) for run in blocks))
 
 
 def test_work_is_flat_in_context_length(monkeypatch):
