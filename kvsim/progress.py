@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import numpy as np
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -50,20 +51,20 @@ class HitsSoFar:
     def __init__(self, log: EventLog) -> None:
         self._log = log
         self._num_read = 0
-        self._input_len: dict[int, int] = {}
+        self._input_len = np.zeros(0, dtype=np.int64)
         self._hit_tokens = 0
         self._prompt_tokens = 0
 
     def rate(self) -> str:
         """As a percentage, or "-" before the first admission."""
         end = len(self._log) * EventLog.WIDTH
-        rows = self._log.rows[self._num_read : end].tolist()  # a copy: a view would forbid the log to grow
+        rows = np.array(self._log.rows[self._num_read : end])  # a copy: a view would forbid the log to grow
         self._num_read = end
-        for at in range(0, len(rows), EventLog.WIDTH):
-            _, kind, request, a, b = rows[at : at + EventLog.WIDTH]
-            if kind == Kind.ARRIVED:
-                self._input_len[request] = a
-            elif kind == Kind.ADMITTED:
-                self._hit_tokens += a + b
-                self._prompt_tokens += self._input_len[request]
+        _, kind, request, a, b = rows.reshape(-1, EventLog.WIDTH).T
+        arrived, admitted = kind == Kind.ARRIVED, kind == Kind.ADMITTED
+        if arrived.any():
+            self._input_len.resize(max(len(self._input_len), int(request[arrived].max()) + 1), refcheck=False)
+            self._input_len[request[arrived]] = a[arrived]
+        self._hit_tokens += int((a + b)[admitted].sum())
+        self._prompt_tokens += int(self._input_len[request[admitted]].sum())
         return f"{self._hit_tokens / self._prompt_tokens:.1%}" if self._prompt_tokens else "-"

@@ -124,5 +124,5 @@ def _mark_line(x: int) -> dict[str, Any]:
 
 def _mark_text(text: str, x: int) -> dict[str, Any]:
     place = {"x": round(math.log10(x), 4), "y": 0.02, "yref": "paper", "xanchor": "right", "yanchor": "bottom"}
-    style = {"textangle": -90, "showarrow": False, "font": {"size": 11, "color": "@muted"}}
+    style = {"textangle": -90, "showarrow": False, "bgcolor": "@card", "font": {"size": 11, "color": "@muted"}}
     return {"text": text, **place, **style}
