@@ -103,7 +103,7 @@ def _about(simulation: "Simulation", events: Events, trace: Trace) -> Document:
         "block_bytes": max(1, scenario.kv_bytes_per_token * scenario.engine.block_size),
         "gpu_blocks_per_instance": scenario.num_gpu_blocks - 1,
         "host_bytes": scenario.host.cpu_bytes_to_use * scenario.cluster.instances,
-        "pool_bytes": scenario.pool_capacity_bytes,
+        "pool_bytes": sum(memory.capacity_bytes for memory in usage.memories),
         "links": [asdict(link) for link in usage.links],
         "memories": [asdict(memory) for memory in usage.memories],
         "capacity": capacity_curve(trace, scenario.engine.block_size, is_served).to_json(),

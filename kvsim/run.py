@@ -241,6 +241,8 @@ def _fail(store: MooncakePool, clock: Clock, fault: FaultConfig) -> None:
 def _record_pool(pool: SharedPool, capacity_bytes: int, usage: Usage) -> None:
     """Let the pool and what its bytes cross tell what they do."""
     pool.store.record_fill = usage.record_memory(MemoryInfo("pool memory", capacity_bytes))
+    if pool.store.disks is not None:
+        pool.store.record_disk_fill = usage.record_memory(MemoryInfo("pool SSD", pool.store.disks.capacity_bytes))
     for index, path in enumerate(pool.paths):
         for kind, link in path.links():
             link.record = usage.record_link(LinkInfo(kind, index, link.bandwidth_bytes_per_s, link.full_when_busy))

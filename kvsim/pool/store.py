@@ -75,7 +75,9 @@ class MooncakePool:
         """Objects in memory."""
         self.counters = PoolCounters()
         self.record_fill: Callable[[int, int], None] | None = None
-        """Told (time_ps, used_bytes) after every put."""
+        """Told (time_ps, used_bytes) of memory after every put."""
+        self.record_disk_fill: Callable[[int, int], None] | None = None
+        """The same of disks."""
 
     @property
     def used_bytes(self) -> int:
@@ -161,6 +163,8 @@ class MooncakePool:
         self._relieve()
         if self.record_fill is not None:
             self.record_fill(now_ns * PS_PER_NS, self.used_bytes)
+        if self.record_disk_fill is not None and self.disks is not None:
+            self.record_disk_fill(now_ns * PS_PER_NS, self.disks.used_bytes)
         return rejected
 
     def remove(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:

@@ -176,7 +176,7 @@ def pool_fill(runs: Sequence[RunSeries], axis: TimeAxis) -> Figure | None:
             line = line_of(label, number, axis.ends(run.edges_ps), share, hover)
             data.append({**line, "line": {**line["line"], "dash": DASHES[index % len(DASHES)]}, "showlegend": True})
     layout = {"xaxis": axis.layout, "yaxis": share_axis("of the capacity")}
-    text = "How much of its capacity the pool holds. It evicts at its high watermark."
+    text = "How much of their capacity the pool's memories hold. Its DRAM evicts at the high watermark."
     return Figure("pool", "Pool utilisation", text, data, layout) if data else None
 
 

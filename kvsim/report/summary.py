@@ -150,7 +150,8 @@ def differences(scenarios: Sequence[dict[str, Any]]) -> list[tuple[str, list[str
 
 
 def _flat(scenario: dict[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, table in scenario.items() for key, value in table.items()}
+    tables = {section: table if isinstance(table, dict) else {"*": table} for section, table in scenario.items()}
+    return {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
 
 
 def _text(value: object) -> str:

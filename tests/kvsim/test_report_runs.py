@@ -8,7 +8,7 @@ from kvsim import result_folder, results
 from kvsim.capacity import capacity_curve
 from kvsim.clock import PS_PER_S
 from kvsim.events import Kind
-from kvsim.report import figures, theme
+from kvsim.report import figures, summary, theme
 from kvsim.report.figures import grouped
 from kvsim.report.parts import legend_once, log_ticks, plain, size
 from kvsim.report.run_series import GPU, RunSeries
@@ -178,3 +178,17 @@ def test_small_parts():
     assert shown == [True, True, False]
     wide, narrow = log_ticks([{"x": [1e-3, 1e4]}]), log_ticks([{"x": [7.0, 20.0]}])
     assert wide["ticktext"][:3] == ["0.001", "0.01", "0.1"] and {"8", "10", "15", "20"} <= set(narrow["ticktext"])
+
+
+def test_disks_and_faults_are_shown(tmp_path):
+    settings = [*SMALL, "pool.segment_bytes_per_instance=4e9", "pool.enable_offload=true", "pool.lease_ttl_ms=1"]
+    done, run = finished(tmp_path, "pool-16", settings)
+    memory, disk = run.fills
+    assert (memory.kind, disk.kind, disk.capacity_bytes) == (
+        "pool memory",
+        "pool SSD",
+        done.pool.store.disks.capacity_bytes,
+    )
+    assert 0 < disk.used_bytes[-1] <= done.pool.store.disks.used_bytes
+    faults = [{"scenario": {"name": "a"}, "fault": [{"at_s": 1}]}, {"scenario": {"name": "b"}}]
+    assert summary.differences(faults) == [("fault.*", ['[{"at_s": 1}]', "-"])]
