@@ -19,21 +19,31 @@ class TooLong(InvalidArgument):
 class Rows:
     """A table with named columns of 64-bit integers, in the order in which rows were added."""
 
+    _CHUNK = 1 << 14  # integers that wait to be packed: one by one that takes thrice as long
+
     def __init__(self, *names: str) -> None:
         self.names = names
-        self._values = array("q")
+        self._packed = array("q")
+        self._new: list[int] = []
 
     def add(self, *row: int) -> None:
-        """Append a row, one value for each name; raises TooLong for a time that no column holds."""
-        try:
-            self._values.extend(row)
-        except OverflowError:
-            raise TooLong(max(row)) from None
+        """Append a row, one value for each name; raises TooLong, now or later, for a time that no column holds."""
+        self._new += row
+        if len(self._new) > self._CHUNK:
+            self._pack()
 
     def __len__(self) -> int:
-        return len(self._values) // len(self.names)
+        return (len(self._packed) + len(self._new)) // len(self.names)
 
     def columns(self) -> dict[str, npt.NDArray[np.int64]]:
         """Name -> column, in order; a copy, so that the table may grow."""
-        table = np.array(self._values, dtype=np.int64).reshape(-1, len(self.names))
+        self._pack()
+        table = np.array(self._packed, dtype=np.int64).reshape(-1, len(self.names))
         return {name: np.ascontiguousarray(column) for name, column in zip(self.names, table.T, strict=True)}
+
+    def _pack(self) -> None:
+        try:
+            self._packed.fromlist(self._new)
+        except OverflowError:
+            raise TooLong(max(self._new)) from None
+        self._new.clear()

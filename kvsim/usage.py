@@ -42,10 +42,10 @@ class Usage:
         )
         """Of each instance, when it computed: steps taken as one, requests in the batch, blocks that requests held at
         the end, tokens computed in all."""
-        self.transfers = Rows("start_ps", "end_ps", "link", "size_bytes")
+        self.transfers = Rows("link", "start_ps", "end_ps", "size_bytes")
         self.loads = Rows("time_ps", "request", "tier", "size_bytes")
         """What a load brought from a tier, which counts in `kvsim.links.parcel.TIERS`; a row for each, at its end."""
-        self.fills = Rows("time_ps", "memory", "used_bytes")
+        self.fills = Rows("memory", "time_ps", "used_bytes")
         """How full a memory is from then on."""
         self.links: list[LinkInfo] = []
         self.memories: list[MemoryInfo] = []
@@ -53,15 +53,9 @@ class Usage:
     def record_link(self, info: LinkInfo) -> RecordTransfer:
         """A new link; what is returned is told of each of its transfers."""
         self.links.append(info)
-        return partial(self._add_transfer, len(self.links) - 1)
+        return partial(self.transfers.add, len(self.links) - 1)
 
     def record_memory(self, info: MemoryInfo) -> Callable[[int, int], None]:
         """A new memory; what is returned is told (time_ps, used_bytes) when the second changes."""
         self.memories.append(info)
-        return partial(self._add_fill, len(self.memories) - 1)
-
-    def _add_transfer(self, link: int, start_ps: int, end_ps: int, size_bytes: int) -> None:
-        self.transfers.add(start_ps, end_ps, link, size_bytes)
-
-    def _add_fill(self, memory: int, time_ps: int, used_bytes: int) -> None:
-        self.fills.add(time_ps, memory, used_bytes)
+        return partial(self.fills.add, len(self.memories) - 1)

@@ -40,6 +40,7 @@ def test_the_wheel_holds_three_packages_and_the_models(wheel):
     models = {f"kvsim/models/{path.relative_to(PROJECT / 'models')}" for path in (PROJECT / "models").rglob("*.toml")}
     assert models
     assert models <= set(names)
+    assert "kvsim/report/page.html.j2" in names
     assert not [name for name in names if "test" in name.lower()]
     assert {"kvcore/py.typed", "kvsim/py.typed", "kvconnector/py.typed"} <= set(names)
 
