@@ -36,7 +36,7 @@ from kvsim.scenario import Scenario
 from kvsim.scheduler import Scheduler
 from kvsim.sequence import Sequence
 from kvsim.sessions import Sessions
-from kvsim.usage import LinkInfo, MemoryInfo, Usage
+from kvsim.usage import LinkInfo, MemoryInfo, RecordFill, Usage
 from kvsim.workload.trace import Trace
 
 _START = itemgetter(1)
@@ -238,11 +238,22 @@ def _fail(store: MooncakePool, clock: Clock, fault: FaultConfig) -> None:
     call(fault.instance, clock.now_ns)
 
 
+def _memories(store: MooncakePool, capacity_bytes: int, usage: Usage) -> list[RecordFill]:
+    memories = [MemoryInfo("pool memory", capacity_bytes)]
+    if store.disks is not None:
+        memories.append(MemoryInfo("pool SSD", store.disks.capacity_bytes))
+    return [usage.record_memory(memory) for memory in memories]
+
+
+def _record_fills(store: MooncakePool, records: list[RecordFill], time_ps: int) -> None:
+    records[0](time_ps, store.used_bytes)
+    if store.disks is not None:
+        records[1](time_ps, store.disks.used_bytes)
+
+
 def _record_pool(pool: SharedPool, capacity_bytes: int, usage: Usage) -> None:
     """Let the pool and what its bytes cross tell what they do."""
-    pool.store.record_fill = usage.record_memory(MemoryInfo("pool memory", capacity_bytes))
-    if pool.store.disks is not None:
-        pool.store.record_disk_fill = usage.record_memory(MemoryInfo("pool SSD", pool.store.disks.capacity_bytes))
+    pool.store.on_put = partial(_record_fills, pool.store, _memories(pool.store, capacity_bytes, usage))
     for index, path in enumerate(pool.paths):
         for kind, link in path.links():
             link.record = usage.record_link(LinkInfo(kind, index, link.bandwidth_bytes_per_s, link.full_when_busy))

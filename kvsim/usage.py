@@ -10,6 +10,9 @@ from typing import TypeAlias
 
 from kvsim.rows import Rows
 
+RecordFill: TypeAlias = Callable[[int, int], None]
+"""(time_ps, used_bytes): how full a memory is from then on."""
+
 RecordTransfer: TypeAlias = Callable[[int, int, int], None]
 """(start_ps, end_ps, size_bytes): a transfer is complete; it started when it began to share the link."""
 
@@ -55,7 +58,7 @@ class Usage:
         self.links.append(info)
         return partial(self.transfers.add, len(self.links) - 1)
 
-    def record_memory(self, info: MemoryInfo) -> Callable[[int, int], None]:
-        """A new memory; what is returned is told (time_ps, used_bytes) when the second changes."""
+    def record_memory(self, info: MemoryInfo) -> RecordFill:
+        """A new memory; what is returned is told how full it is."""
         self.memories.append(info)
         return partial(self.fills.add, len(self.memories) - 1)

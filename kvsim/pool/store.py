@@ -74,10 +74,8 @@ class MooncakePool:
         self.num_objects = 0
         """Objects in memory."""
         self.counters = PoolCounters()
-        self.record_fill: Callable[[int, int], None] | None = None
-        """Told (time_ps, used_bytes) of memory after every put."""
-        self.record_disk_fill: Callable[[int, int], None] | None = None
-        """The same of disks."""
+        self.on_put: Callable[[int], None] | None = None
+        """Told the time (ps) after every put."""
 
     @property
     def used_bytes(self) -> int:
@@ -161,10 +159,8 @@ class MooncakePool:
             rejected = runs_of.union(rejected, refused)
         self.counters.rejected += runs_of.num_blocks(rejected)
         self._relieve()
-        if self.record_fill is not None:
-            self.record_fill(now_ns * PS_PER_NS, self.used_bytes)
-        if self.record_disk_fill is not None and self.disks is not None:
-            self.record_disk_fill(now_ns * PS_PER_NS, self.disks.used_bytes)
+        if self.on_put is not None:
+            self.on_put(now_ns * PS_PER_NS)
         return rejected
 
     def remove(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:
