@@ -132,6 +132,7 @@ def simulation(scenario: Scenario, trace: Trace, max_jump: int | None = None) ->
     cluster = make_cluster(scenario, trace, clock, make_engine, make_machine, pool_hit)
     if pool is not None:
         _record_pool(pool, scenario.pool_capacity_bytes, cluster.log.usage)
+        _record_hosts(instances, scenario.host.cpu_bytes_to_use, cluster.log.usage)
     return Simulation(scenario, clock, cluster, instances, pool)
 
 
@@ -257,6 +258,15 @@ def _record_pool(pool: SharedPool, capacity_bytes: int, usage: Usage) -> None:
     for index, path in enumerate(pool.paths):
         for kind, link in path.links():
             link.record = usage.record_link(LinkInfo(kind, index, link.bandwidth_bytes_per_s, link.full_when_busy))
+
+
+def _record_hosts(instances: list[Instance], each_bytes: int, usage: Usage) -> None:
+    """Let the private caches tell how full they are, all together."""
+    if each_bytes:
+        record = usage.record_memories(MemoryInfo("host memory", each_bytes * len(instances)))
+        for instance in instances:
+            assert instance.client is not None
+            instance.client.record_host = record
 
 
 def _sessions(pool: PoolConfig, trace: Trace, capacity_tokens: int) -> Sessions:

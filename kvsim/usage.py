@@ -62,3 +62,19 @@ class Usage:
         """A new memory; what is returned is told how full it is."""
         self.memories.append(info)
         return partial(self.fills.add, len(self.memories) - 1)
+
+    def record_memories(self, info: MemoryInfo) -> RecordFill:
+        """Several memories as one; what is returned is told (time_ps, change of the used bytes) by each of them."""
+        return _Total(self.record_memory(info)).add
+
+
+class _Total:
+    """Adds up changes."""
+
+    def __init__(self, record: RecordFill) -> None:
+        self._record = record
+        self._used_bytes = 0
+
+    def add(self, time_ps: int, change_bytes: int) -> None:
+        self._used_bytes += change_bytes
+        self._record(time_ps, self._used_bytes)

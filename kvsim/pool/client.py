@@ -97,6 +97,8 @@ class PoolClient:
         self._means = means
         self._path = means.path
         self._host = means.host
+        self.record_host: Callable[[int, int], None] | None = None
+        """Told (time_ps, change of its used bytes) when something was put into the private cache."""
         self._engine = engine
         self._log = log
         self._planned_stores: list[tuple[Sequence, Store, list[Holding]]] = []
@@ -218,7 +220,15 @@ class PoolClient:
         if any(absent):
             parcel = self._means.packing.stored(absent)
             self.stored[Tier.HOST].add(parcel)
-            self._path.send(HOST, parcel, partial(self._host.put, sequence.segments, absent))
+            self._path.send(HOST, parcel, partial(self._put_near, sequence, absent))
+
+    def _put_near(self, sequence: Sequence, blocks: GroupRuns) -> None:
+        if self._host is None:
+            return
+        before_bytes = self._host.used_bytes
+        self._host.put(sequence.segments, blocks)
+        if self.record_host is not None:
+            self.record_host(self._clock.now_ps, self._host.used_bytes - before_bytes)
 
     def _loaded(self, sequence: Sequence, plan: Load, failed: GroupRuns) -> None:
         assert sequence.kv is not None
@@ -244,8 +254,7 @@ class PoolClient:
     ) -> None:
         for site, parcel in shipments:
             self.stored[site.tier].add(parcel)
-        if self._host is not None:
-            self._host.put(sequence.segments, plan.blocks)
+        self._put_near(sequence, plan.blocks)
         put = partial(self._store.put, hints=plan.hints, writer=self._means.index)
         rejected = self._per_group(put, sequence, plan.blocks)
         lost = count_blocks(rejected)

@@ -43,6 +43,7 @@ SIZES = st.fixed_dictionaries(
         "pool.lookup_deadline_ms": st.sampled_from([1, 100]),
         "pool.lease_ttl_ms": st.sampled_from([1, 50, 10_000]),
         "link.bandwidth_bytes_per_s": st.sampled_from([10**8, 10**10]),
+        "host.cpu_bytes_to_use": st.sampled_from([0, 0, 3 * 10**6, 10**9]),
     }
 )
 POLICIES = st.fixed_dictionaries(
@@ -66,8 +67,13 @@ LOADING = st.builds(
     st.sampled_from(["always", "always", "cheaper"]),
     BUDGETS,
 )
+THREADS = st.sampled_from([{}, {}, {"link.load_threads": 1}, {"link.load_threads": 2, "link.store_threads": 1}])
 POOLS = st.builds(
-    lambda *settings: {key: value for each in settings for key, value in each.items()}, SIZES, POLICIES, LOADING
+    lambda *settings: {key: value for each in settings for key, value in each.items()},
+    SIZES,
+    POLICIES,
+    LOADING,
+    THREADS,
 )
 """Settings of a scenario with a pool, and who decides about it."""
 

@@ -174,6 +174,26 @@ def test_loads_are_recorded_by_tier(run):
     assert len(Events(done.log).of(Kind.LOADED).a) <= len(rows["tier"])
 
 
+def test_private_caches_tell_how_full_they_are_together(run):
+    done = run(host__cpu_bytes_to_use=10**9)
+    usage = done.log.usage
+    kinds = [info.kind for info in usage.memories]
+    fills = usage.fills.columns()
+    told = fills["used_bytes"][fills["memory"] == kinds.index("host memory")]
+    assert told[-1] == sum(means.host.used_bytes for means in done.pool.means) > 0
+    assert told.max() <= usage.memories[kinds.index("host memory")].capacity_bytes == 3 * 10**9
+
+
+@pytest.mark.parametrize("settings", [{}, {"host__cpu_bytes_to_use": 4 * 10**9}, {"pool__preferred_segment": "own"}])
+def test_a_jump_is_exact_over_the_network(scenario, settings):  # noqa: F811
+    config = scenario(**spelled(settings | {"workload__output_len": 200, "network__nic_bytes_per_s": 10**9}))
+    jumping, stepping = (simulation(config, trace_of(config), max_jump) for max_jump in (None, 1))
+    jumping.run()
+    stepping.run()
+    assert jumping.clock.num_events < stepping.clock.num_events
+    assert jumping.log.digest() == stepping.log.digest()
+
+
 def test_bytes_that_no_tier_reports_are_noticed(run):
     done = run(host__cpu_bytes_to_use=10**9)
     done.instances[0].client.loaded[Tier.HOST].add(Parcel(1, 0, 0))
