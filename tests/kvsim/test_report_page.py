@@ -163,6 +163,15 @@ def test_a_narrow_window_and_a_single_run_do_too(folders, tmp_path):
     assert complaints(look_at(page(folders[1:2]), tmp_path, width_px=800), NAMES, theme="light") == []
 
 
+@needs_browser
+@pytest.mark.slow
+def test_the_button_switches(folders, tmp_path):
+    click = '<script>document.getElementById("theme").click();</script></body>'
+    seen = look_at(page(folders[1:2]).replace("</body>", click), tmp_path)
+    assert complaints(seen, NAMES, theme="dark") == []
+    assert seen.probe["background"] == "rgb(15, 20, 27)"
+
+
 BROKEN = {
     "an error": ("function draw() {", "function draw() { throw Error('broken');", "nothing was drawn"),
     "a message": ("function draw() {", "function draw() { console.warn('odd');", "odd"),
