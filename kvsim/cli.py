@@ -25,6 +25,7 @@ from kvsim.generate_command import generate
 from kvsim.models_command import models
 from kvsim.options import format_option, json_option, no_cache_option, time_unit_option, trace_argument
 from kvsim.report_command import report
+from kvsim.resample_command import resample
 from kvsim.trace_commands import convert
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def trace_group() -> None:
 
 trace_group.add_command(convert)
 trace_group.add_command(generate)
+trace_group.add_command(resample)
 
 
 @trace_group.command("stats")
