@@ -17,6 +17,7 @@ from kvsim.cost.roofline import Roofline
 from kvsim.cost.shipped import measured_on
 from kvsim.llm.cache import Scan
 from kvsim.llm.model import ExpertPlacement
+from tests.support import PROJECT
 
 H100, GB200 = catalog.device("h100-sxm"), catalog.device("gb200")
 LLAMA = catalog.llm_model("llama-3.1-8b")
@@ -257,6 +258,12 @@ def test_every_table_has_its_agreement():
 @pytest.mark.parametrize(("name", "phase"), AGREEMENT)
 def test_agreement_with_measured_operators(name, phase):
     assert agreement(name, phase, roofline_of(name)) == pytest.approx(AGREEMENT[name, phase], abs=0.011)
+
+
+def test_the_document_says_the_same():
+    lines = (PROJECT / "docs" / "STEP_TIMES.md").read_text(encoding="utf-8").splitlines()
+    for (name, phase), (least, middle, most) in AGREEMENT.items():
+        assert f"| {name} | {phase} | {least:.2f} | {middle:.2f} | {most:.2f} |" in lines
 
 
 def outside(name, phase, step_time):

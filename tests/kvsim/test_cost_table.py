@@ -170,6 +170,14 @@ def test_where_no_table_fits_the_roofline_is_offered():
         scenario.load("pool-16", [f"engine.step_time=table:{LLAMA}", "engine.tensor_parallel_size=2"])
 
 
+def test_another_kv_cache_dtype_than_was_measured_is_refused():
+    with pytest.raises(InvalidToml, match=r'engine.kv_cache_dtype "auto" with step_time table:.*of bfloat16, not fp8'):
+        scenario.load("pool-16", [f"engine.step_time=table:{LLAMA}", "engine.kv_cache_dtype=fp8"])
+    halved = scenario.load("pool-16", ["engine.kv_cache_dtype=fp8"]).step_time
+    own = scenario.load("pool-16").step_time
+    assert halved.decode_affine_ps(1, 0).slope_ps == pytest.approx(own.decode_affine_ps(1, 0).slope_ps / 2, rel=1e-3)
+
+
 def test_a_lookup_is_fast():
     steps, started_s = STEPS["kimi-k2.5-nvfp4_gb200_tp4ep4"], time.process_time()
     for step in range(10_000):
