@@ -265,7 +265,8 @@ def vllm_engine(config: "Scenario") -> Callable[["Scenario", "Trace"], "Simulati
     """The same with vLLM's scheduler, for a scenario without a pool."""
     from kvcore.errors import InvalidArgument, require
 
-    require(config.pool is None, "--engine", "vllm", "a scenario without [pool] and [link], such as nopool-16")
+    fix = "a scenario without [pool], [link] and host.cpu_bytes_to_use, such as nopool-16"
+    require(config.offloading is None, "--engine", "vllm", fix)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it logs to standard output
     try:
         from kvsim.reference import reference_simulation

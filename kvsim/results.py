@@ -53,7 +53,7 @@ def document(simulation: Simulation, engine: str, wall_s: Callable[[], float]) -
         "mode": scenario.workload.chosen(),
         "requests_stopped": stopped,
         "rejected_reasons": rejected_reasons,
-        "pool": None if simulation.pool is None else _pool(simulation.pool, scenario),
+        "pool": None if simulation.pool is None or scenario.pool is None else _pool(simulation.pool, scenario),
     }
 
 

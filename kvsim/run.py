@@ -203,6 +203,10 @@ def _finished(pool: SharedPool, on_finished: OnFinished, sequence: Sequence) -> 
     on_finished(sequence)
 
 
+def _at_once(_num_keys: int) -> int:
+    return 0
+
+
 def _no_machine(_engine: int, _sequence: Sequence) -> None:
     return None
 
@@ -220,7 +224,7 @@ def _names(segments: Segments, _index: int, run: Run) -> tuple[StreamId, ...]:
 
 
 def _shared_pool(scenario: Scenario, clock: Clock, trace: Trace) -> SharedPool | None:
-    pool = scenario.pool
+    pool = scenario.offloading
     if pool is None:
         return None
     store = make_store(scenario, pool)
@@ -278,7 +282,7 @@ def _sessions(pool: PoolConfig, trace: Trace, capacity_tokens: int) -> Sessions:
 def _means(scenario: Scenario, pool: PoolConfig, clock: Clock, index: int, path: Path) -> Means:
     packed, host_bytes = packing(scenario), scenario.host.cpu_bytes_to_use
     return Means(
-        pool.lookup_ps,
+        pool.lookup_ps if scenario.pool is not None else _at_once,
         packed,
         path,
         *make_threads(scenario, clock),

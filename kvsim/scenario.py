@@ -61,8 +61,8 @@ class Scenario(Table):
         if len(self.kv_groups) > 1:
             raise ValueError(f"a model with one KV cache group: engines of {self.model.name}'s are not simulated yet")
         ways = (self.link is not None) + (self.network is not None)
-        if self.pool is None and (ways or self.nvme is not None or self.host.cpu_bytes_to_use):
-            raise ValueError("[pool] beside [link], [network], [nvme] and host.cpu_bytes_to_use, or none of them")
+        if self.pool is None and (ways or self.nvme is not None):
+            raise ValueError("[pool] beside [link], [network] and [nvme], or none of them")
         if self.pool is not None and ways != 1:
             raise ValueError("[link] or [network] beside [pool], and not both")
         if self.nvme is not None and self.pool is not None and not self.pool.enable_offload:
@@ -161,6 +161,12 @@ class Scenario(Table):
     def num_gpus(self) -> int:
         """GPUs of the cluster."""
         return self.cluster.instances * self.engine.num_gpus
+
+    @property
+    def offloading(self) -> PoolConfig | None:
+        """What requests load from and store to: the pool, or a private cache alone, with a pool's patience; or None."""
+        alone = PoolConfig(segment_bytes_per_instance=1) if self.host.cpu_bytes_to_use else None
+        return self.pool or alone
 
     @property
     def pool_capacity_bytes(self) -> int:

@@ -59,7 +59,7 @@ class HostConfig(Table):
     """An instance's own host memory, and the link between it and the GPUs."""
 
     cpu_bytes_to_use: Count = 0
-    """Of its private cache in front of the pool, as in vLLM's OffloadingConnector: least recently used goes first.
+    """Of its private cache, alone or in front of the pool: as in vLLM's OffloadingConnector, least recently used goes.
     0: there is none."""
     keeps_loaded: bool = True
     """Whether what was loaded from the pool is kept there too, as LMCache's local CPU backend does; otherwise only what

@@ -49,8 +49,8 @@ class Parcel(NamedTuple):
 
 def divided(parcel: Parcel, weights: Sequence[int]) -> list[Parcel]:
     """The parcel in parts as the weights say, rounded so that they add up to it."""
-    if len(weights) == 1:
-        return [parcel]
+    if len(weights) < 2:
+        return [parcel][: len(weights)]
     total = max(1, sum(weights))
     ends = [[number * weight // total for number in parcel] for weight in accumulate(weights, initial=0)]
     return [Parcel(*[end - start for start, end in zip(*each, strict=True)]) for each in pairwise(ends)]

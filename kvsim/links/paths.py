@@ -57,37 +57,70 @@ class Path(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class HostPath:
+    """A link of its own each way between the GPUs and the instance's host memory, and nothing beyond."""
+
+    into: FairLink
+    out_of: FairLink
+
+    def fetch(self, site: Site, parcel: Parcel, on_done: Action) -> None:
+        """See `Path.fetch`."""
+        assert site.tier is Tier.HOST, site
+        self.into.transfer(parcel.size_bytes, on_done)
+
+    def send(self, site: Site, parcel: Parcel, on_done: Action) -> None:
+        """See `Path.send`."""
+        assert site.tier is Tier.HOST, site
+        self.out_of.transfer(parcel.size_bytes, on_done)
+
+    def thread_ps(self, site: Site, parcel: Parcel) -> int:
+        """Nothing: it is the copy engine's."""
+        return 0
+
+    def links(self) -> Iterator[tuple[str, SharedLink]]:
+        """See `Path.links`."""
+        yield "host to GPU", self.into
+        yield "GPU to host", self.out_of
+
+    @property
+    def fetched_bytes(self) -> int:
+        """See `Path.fetched_bytes`."""
+        return self.into.moved_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """See `Path.sent_bytes`."""
+        return self.out_of.moved_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class LinkPath:
     """The table `[link]`: a link of its own each way to the pool, wherever in it.
 
-    Of use with a private cache only: a link each way to host memory; with disks only: the drives of all instances.
+    With a private cache there is a way to it; with disks there are the drives of all instances.
     """
 
     get_link: FairLink
     put_link: FairLink
-    host: tuple[FairLink, FairLink] | None = None
-    """To the GPUs, and from them."""
+    host: HostPath | None = None
     drives: tuple[Drive, ...] = ()
     index: int = 0
 
     def fetch(self, site: Site, parcel: Parcel, on_done: Action) -> None:
         """See `Path.fetch`."""
+        get = partial(self.get_link.transfer, parcel.size_bytes, on_done)
         if site.tier is Tier.DISK:
             drive = self.drives[self.index if site.owner is None else site.owner]
-            drive.read(
-                parcel.size_bytes, parcel.num_objects, partial(self.get_link.transfer, parcel.size_bytes, on_done)
-            )
-        elif site.tier is Tier.HOST:
-            assert self.host is not None
-            self.host[0].transfer(parcel.size_bytes, on_done)
+            drive.read(parcel.size_bytes, parcel.num_objects, get)
+        elif site.tier is Tier.HOST and self.host is not None:
+            self.host.fetch(site, parcel, on_done)
         else:
-            self.get_link.transfer(parcel.size_bytes, on_done)
+            get()
 
     def send(self, site: Site, parcel: Parcel, on_done: Action) -> None:
         """See `Path.send`."""
-        if site.tier is Tier.HOST:
-            assert self.host is not None
-            self.host[1].transfer(parcel.size_bytes, on_done)
+        if site.tier is Tier.HOST and self.host is not None:
+            self.host.send(site, parcel, on_done)
         else:
             self.put_link.transfer(parcel.size_bytes, on_done)
 
@@ -100,20 +133,19 @@ class LinkPath:
         yield "pool get", self.get_link
         yield "pool put", self.put_link
         if self.host is not None:
-            yield "host to GPU", self.host[0]
-            yield "GPU to host", self.host[1]
+            yield from self.host.links()
         if self.drives:
             yield "NVMe", self.drives[self.index]
 
     @property
     def fetched_bytes(self) -> int:
         """See `Path.fetched_bytes`."""
-        return self.get_link.moved_bytes + (self.host[0].moved_bytes if self.host is not None else 0)
+        return self.get_link.moved_bytes + (0 if self.host is None else self.host.fetched_bytes)
 
     @property
     def sent_bytes(self) -> int:
         """See `Path.sent_bytes`."""
-        return self.put_link.moved_bytes + (self.host[1].moved_bytes if self.host is not None else 0)
+        return self.put_link.moved_bytes + (0 if self.host is None else self.host.sent_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,30 +7,38 @@ from kvsim.links.drive import Drive
 from kvsim.links.fair_link import FairLink
 from kvsim.links.machines import Hardware, host_bytes_per_s, make_drive, network_paths, rates
 from kvsim.links.parcel import LOCAL, POOL, Packing, Parcel, Site, num_requests
-from kvsim.links.paths import LinkPath, Path
+from kvsim.links.paths import HostPath, LinkPath, Path
 from kvsim.links.threads import IoThreads
 from kvsim.scenario import Scenario
 
 
 def make_paths(scenario: Scenario, clock: Clock) -> tuple[Path, ...]:
-    """One for each instance of a scenario with a pool."""
+    """One for each instance."""
     nvme = _nvme(scenario)
     if scenario.network is not None:
         return network_paths(clock, hardware(scenario), scenario.network, scenario.host, nvme)
-    assert scenario.link is not None
     indices = range(scenario.cluster.instances)
+    if scenario.link is None:
+        return tuple(_host_path(scenario, clock) for _ in indices)
     drives = () if nvme is None else tuple(make_drive(clock, nvme) for _ in indices)
     return tuple(_link_path(scenario, scenario.link, clock, drives, index) for index in indices)
 
 
 def make_threads(scenario: Scenario, clock: Clock) -> tuple[IoThreads, IoThreads]:
     """Those of one instance that load, and those that store."""
-    config = _config(scenario)
+    config = scenario.link or scenario.network
 
     def threads(of_a_rank: int | None) -> IoThreads:
         return IoThreads(clock, None if of_a_rank is None else of_a_rank * scenario.engine.data_parallel_size)
 
-    return threads(config.load_threads), threads(config.store_threads)
+    return (
+        (threads(None), threads(None))
+        if config is None
+        else (
+            threads(config.load_threads),
+            threads(config.store_threads),
+        )
+    )
 
 
 def hardware(scenario: Scenario) -> Hardware:
@@ -48,7 +56,9 @@ def hardware(scenario: Scenario) -> Hardware:
 def put_sites(scenario: Scenario) -> tuple[tuple[Site, int], ...]:
     """Where stores of an instance go, and their weights: to all segments alike, or to its own, as if it had room."""
     pool, num_others = scenario.pool, scenario.cluster.instances - 1
-    if scenario.network is None or pool is None:
+    if pool is None:
+        return ()
+    if scenario.network is None:
         return ((POOL, 1),)
     own_first = pool.preferred_segment == "own" or pool.allocation_strategy == "local_first"
     return ((LOCAL, 1),) if own_first or not num_others else ((LOCAL, 1), (POOL, num_others))
@@ -73,8 +83,8 @@ def packing(scenario: Scenario) -> Packing:
 
 
 def alone_latency_ns(scenario: Scenario) -> int:
-    """What a load from the pool takes once, beside its blocks."""
-    return _config(scenario).latency_us * PS_PER_US // PS_PER_NS
+    """What a load from the pool (without one: from host memory) takes once, beside its blocks."""
+    return (scenario.link or scenario.network or scenario.host).latency_us * PS_PER_US // PS_PER_NS
 
 
 def alone_block_ns(scenario: Scenario, group: int) -> int:
@@ -88,8 +98,8 @@ def alone_bytes_per_s(scenario: Scenario, group: int = 0) -> int:
     """What a load of many blocks of the group gets: the narrowest of what it crosses, or as fast as it is posted."""
     network = scenario.network
     if network is None:
-        assert scenario.link is not None
-        return scenario.link.bandwidth_bytes_per_s
+        own = host_bytes_per_s(hardware(scenario), scenario.host)
+        return own if scenario.link is None else scenario.link.bandwidth_bytes_per_s
     each, engine = rates(hardware(scenario), network, scenario.host), scenario.engine
     own = min(each.nics, each.host) * engine.tensor_parallel_size // engine.num_gpus
     passes = [own, network.fabric_bytes_per_s, _posted_bytes_per_s(scenario, network, group)]
@@ -114,21 +124,14 @@ def _block(scenario: Scenario, group: int) -> Parcel:
     return packing(scenario).loaded(tuple(((0, int(index == group)),) for index in range(len(scenario.kv_groups))))
 
 
-def _config(scenario: Scenario) -> LinkConfig | NetworkConfig:
-    config = scenario.link or scenario.network
-    assert config is not None
-    return config
-
-
 def _link_path(scenario: Scenario, link: LinkConfig, clock: Clock, drives: tuple[Drive, ...], index: int) -> LinkPath:
-    host_latency_ps = scenario.host.latency_us * PS_PER_US
-    host_rate = host_bytes_per_s(hardware(scenario), scenario.host)
-
     def to_pool() -> FairLink:
         return FairLink(clock, link.latency_us * PS_PER_US, link.bandwidth_bytes_per_s)
 
-    def to_host() -> FairLink:
-        return FairLink(clock, host_latency_ps, host_rate)
-
-    host = (to_host(), to_host()) if scenario.host.cpu_bytes_to_use else None
+    host = _host_path(scenario, clock) if scenario.host.cpu_bytes_to_use else None
     return LinkPath(to_pool(), to_pool(), host, drives, index)
+
+
+def _host_path(scenario: Scenario, clock: Clock) -> HostPath:
+    latency_ps, rate = scenario.host.latency_us * PS_PER_US, host_bytes_per_s(hardware(scenario), scenario.host)
+    return HostPath(FairLink(clock, latency_ps, rate), FairLink(clock, latency_ps, rate))

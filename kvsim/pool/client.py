@@ -180,7 +180,7 @@ class PoolClient:
         shipments: list[Shipment] = []
         if near is not None and any(near):
             shipments.append((HOST, self._means.packing.loaded(near)))
-        if any(far) or not shipments:
+        if any(far) or (near is None and not shipments):
             shipments += self._from_pool(sequence, far)
         done = partial(self._fetched, sequence, plan, shipments, far, minus(wanted, far), end_job)
         self._ship(self._path.fetch, shipments, done)
@@ -241,9 +241,9 @@ class PoolClient:
 
     def _send(self, sequence: Sequence, plan: Store, pinned: list[Holding], end_job: Action) -> None:
         """A thread has the store: the pool gets all, the private cache what it has not."""
-        sites, weights = zip(*self._means.puts_to, strict=True)
-        parcel = self._means.packing.stored(plan.blocks)
-        shipments: list[Shipment] = list(zip(sites, divided(parcel, weights), strict=True))
+        weights = tuple(weight for _, weight in self._means.puts_to)
+        parts = divided(self._means.packing.stored(plan.blocks), weights)
+        shipments = [(site, part) for (site, _), part in zip(self._means.puts_to, parts, strict=True)]
         if self._host is not None:
             absent = minus(plan.blocks, self._host.holds(sequence.segments, plan.blocks))
             shipments += [(HOST, self._means.packing.stored(absent))] if any(absent) else []
@@ -274,6 +274,9 @@ class PoolClient:
     def _ship(self, move: Move, shipments: list[Shipment], on_done: Action) -> None:
         """The thread's own work first, then all at once; `on_done` when the last is through."""
         thread_ps = sum([self._path.thread_ps(site, parcel) for site, parcel in shipments])
+        if not shipments:
+            on_done()
+            return
         done = on_done if len(shipments) == 1 else Countdown(len(shipments), on_done)
         begin = partial(_begin, move, shipments, done)
         if thread_ps:

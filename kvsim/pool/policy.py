@@ -18,6 +18,7 @@ from kvsim.config.pool import PoolConfig
 from kvsim.links.wiring import alone_block_ns, alone_latency_ns
 from kvsim.pool.disks import DiskEviction, Disks, Offload, Promotion, Unwritten
 from kvsim.pool.memory import Memory, Preferred, SegmentedMemory, Strategy
+from kvsim.pool.no_pool import NoPool
 from kvsim.pool.pins import SoftPins
 from kvsim.pool.policy_pool import PolicyPool
 from kvsim.pool.store import MooncakePool
@@ -44,6 +45,8 @@ def make_policy(scenario: Scenario, pool: PoolConfig) -> PoolPolicy:
 
 def make_store(scenario: Scenario, pool: PoolConfig) -> MooncakePool:
     """An empty pool; `mooncake` is the master's own eviction, the others are what if."""
+    if scenario.pool is None:
+        return NoPool(scenario.block_bytes)
     shape = (
         _memory(scenario, pool),
         scenario.block_bytes,

@@ -25,7 +25,7 @@ def reference_simulation(scenario: Scenario, trace: Trace) -> Simulation:
     Raises InvalidArgument for a scenario with a pool.
     """
     fix = "one without [pool] and [link] for now, such as nopool-16: --set cannot remove a section"
-    require(scenario.pool is None, "scenario", scenario.scenario.name, fix)
+    require(scenario.offloading is None, "scenario", scenario.scenario.name, fix)
     clock = Clock()
     step_time = scenario.step_time
 

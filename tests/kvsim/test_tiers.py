@@ -11,6 +11,7 @@ from kvsim.metrics import Events, measure
 from kvsim.pool.client import sites_of
 from kvsim.pool.sources import Source
 from kvsim.pool.sources import Tier as Medium
+from kvsim.results import document
 from kvsim.run import decisions_digest, simulation
 from kvsim.scenario import load
 from kvsim.toml import InvalidToml
@@ -226,6 +227,34 @@ def test_what_cannot_be_is_refused_in_one_line(scenario, settings, message):  # 
         scenario(**settings)
 
 
-def test_a_cache_in_front_of_nothing_is_refused():
-    with pytest.raises(InvalidToml, match=r"expected \[pool\] beside"):
-        load("nopool-16", ["host.cpu_bytes_to_use=1e9"])
+ALONE = [
+    "cluster.instances=2",
+    "engine.num_gpu_blocks=700",
+    "workload.sessions=9",
+    "workload.turns=4",
+    "workload.common_len=1000",
+    "workload.first_len=2000",
+    "workload.turn_len=512",
+    "workload.output_len=64",
+]
+
+
+def test_a_private_cache_may_be_alone():
+    """As vLLM's OffloadingConnector is without a pool behind it: what the other instance has is computed again."""
+    nothing, cache = (finished(load("nopool-16", [*ALONE, f"host.cpu_bytes_to_use={size}"])) for size in (0, 10**11))
+    assert nothing.pool is None
+    shared = finished(load("pool-16", [*ALONE, "host.cpu_bytes_to_use=1e11"]))
+    hits = [measure(done.log, 2).hit_rate for done in (nothing, cache, shared)]
+    assert hits[0] < hits[1] < hits[2]
+    assert {tier for tier, num_bytes in fetched(cache).items() if num_bytes} == {Tier.HOST}
+    told = document(cache, "fast", lambda: 0.0)
+    assert told["pool"] is None and told["invariants"] == "ok"
+
+
+def test_a_jump_is_exact_with_a_private_cache_alone():
+    config = load("nopool-16", [*ALONE, "host.cpu_bytes_to_use=1.2e9", "workload.output_len=300"])
+    jumping, stepping = (simulation(config, trace_of(config), max_jump) for max_jump in (None, 1))
+    jumping.run()
+    stepping.run()
+    assert jumping.log.digest() == stepping.log.digest()
+    assert fetched(jumping)[Tier.HOST] > 0 < jumping.pool.means[0].host.counters.evicted
