@@ -1,16 +1,19 @@
 """What every kind of attention layer answers, and the grouped-query one."""
 
 from abc import abstractmethod
-from typing import Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from kvcore.errors import require
 from kvcore.spec import ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+from kvsim import toml
 from kvsim.llm.cache import CacheOptions, Kept, LayerCache, LayerWork, Scan, State
 from kvsim.llm.dtypes import KV_BYTES, KVCacheDtype
 from kvsim.sourced import Sourced
 from kvsim.toml import PositiveCount
+
+KINDS = ("gqa", "mla", "compressed", "gdn", "kda", "mamba2")
+"""Of attention layers; what is none of them is refused as a grouped-query one."""
 
 
 class AttentionLayers(Sourced):
@@ -49,7 +52,7 @@ def share(num_heads: int, tp: int) -> int:
 class GroupedQuery(AttentionLayers):
     """MHA, MQA, GQA: a K and a V per KV head; over all earlier tokens, a window of them, or the own chunk."""
 
-    kind: Literal["gqa"]
+    kind: str
     num_heads: PositiveCount
     num_kv_heads: PositiveCount
     head_dim: PositiveCount
@@ -59,6 +62,11 @@ class GroupedQuery(AttentionLayers):
     """The query projection also makes a gate for the output, of the same size."""
     k_is_v: bool = False
     """One projection makes K and V, which are kept apart."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        return toml.one_of(kind, KINDS)
 
     @model_validator(mode="after")
     def _one_kind(self) -> "GroupedQuery":

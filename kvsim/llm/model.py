@@ -13,7 +13,7 @@ from kvsim.llm.dtypes import KV_BYTES, WEIGHT_BITS, KVCacheDtype, WeightDtype
 from kvsim.llm.feed_forward import Dense, Experts
 from kvsim.llm.groups import KVGroup, Layers, Pages, kv_groups
 from kvsim.llm.latent import Compressed, Latent
-from kvsim.llm.layers import AttentionLayers, GroupedQuery
+from kvsim.llm.layers import KINDS, AttentionLayers, GroupedQuery
 from kvsim.llm.recurrent import DeltaRule, Mamba2, StateLayers
 from kvsim.sourced import Sourced
 from kvsim.toml import Count, PositiveCount, Table
@@ -117,32 +117,30 @@ class RankWeights(NamedTuple):
         return (self.attention, self.feed_forward, self.lm_head, self.embedding, self.other)
 
 
+def _kind_of(data: object) -> object:
+    return data.get("kind") if isinstance(data, Mapping) else getattr(data, "kind", None)
+
+
+def _attention_tag(data: object) -> str:
+    kind = _kind_of(data)
+    return f"<{kind}>" if kind in KINDS else "<gqa>"
+
+
 Attention = Annotated[
     Annotated[GroupedQuery, Tag("<gqa>")]
     | Annotated[Latent, Tag("<mla>")]
     | Annotated[Compressed, Tag("<compressed>")]
-    | Annotated[DeltaRule, Tag("<delta>")]
+    | Annotated[DeltaRule, Tag("<gdn>")]
+    | Annotated[DeltaRule, Tag("<kda>")]
     | Annotated[Mamba2, Tag("<mamba2>")],
-    Discriminator(lambda data: f"<{_ATTENTION.get(_kind_of(data), 'gqa')}>"),
+    Discriminator(_attention_tag),
 ]
 FeedForward = Annotated[
     Annotated[Dense, Tag("<dense>")] | Annotated[Experts, Tag("<moe>")],
     Discriminator(lambda data: "<moe>" if _kind_of(data) == "moe" else "<dense>"),
 ]
-_ATTENTION = {
-    "gqa": "gqa",
-    "mla": "mla",
-    "compressed": "compressed",
-    "gdn": "delta",
-    "kda": "delta",
-    "mamba2": "mamba2",
-}
 
 _Layers = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-
-
-def _kind_of(data: object) -> object:
-    return data.get("kind") if isinstance(data, Mapping) else getattr(data, "kind", None)
 
 
 class LlmModel(Table):

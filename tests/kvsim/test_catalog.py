@@ -46,7 +46,7 @@ def test_unknown_name_lists_the_known_ones():
         ("num_heads = 32", "num_head = 32", "num_head = 32: expected a known key; did you mean num_heads"),
         ("hidden_size = 4096", "", "architecture.hidden_size: expected a value; this key is required"),
         ("num_layers = 32", "num_layers = 31", "expected at most as many feed-forward layers as attention layers, 31"),
-        ('kind = "gqa"', 'kind = "gqqa"', "attention.0.kind = 'gqqa': expected"),
+        ('kind = "gqa"', 'kind = "gqqa"', "attention.0.kind = 'gqqa': expected a known name; did you mean gqa?"),
         ("[weights]\nsource", "[weights]\nsauce", "weights.sauce"),
         ("[weights]", "[weights", "expected TOML (Expected ']'"),
     ],

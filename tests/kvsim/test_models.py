@@ -201,8 +201,24 @@ def test_experts_are_cut_or_dealt_out():
     assert cut.num_params == whole.num_params
 
 
+@pytest.mark.parametrize(
+    ("name", "size_bytes", "share"),
+    [
+        ("gpt-oss-120b", 60.8 * 2**30, 0.005),  # model card, arXiv 2508.10925
+        (
+            "deepseek-v4-flash",
+            160e9,
+            0.03,
+        ),  # https://framia.pro/page/en-US/news/deepseek-v4-parameters, with a draft layer
+        ("deepseek-v4-pro", 865e9, 0.03),
+    ],
+)
+def test_weights_are_as_large_as_the_checkpoint(name, size_bytes, share):
+    assert catalog.llm_model(name).rank_weights().size_bytes == pytest.approx(size_bytes, rel=share)
+
+
 def test_quantised_weights_count_their_scales():
-    """DeepSeek-V3's checkpoint in fp8 is 688.6 GB with the module of multi-token prediction, whose 14B it adds."""
+    """A byte per parameter and a float32 for 128 x 128 of them, two bytes where nothing is quantised."""
     model = catalog.llm_model("deepseek-v3")
     assert model.rank_weights().size_bytes == pytest.approx(671e9 + 2 * 129_280 * 7_168, rel=0.001)
 
