@@ -176,14 +176,15 @@ class RunSeries:
 
     def _link_use(self, kind: str) -> LinkUse:
         transfers, column = self.result.transfers, names(self.result.transfers, "link")
-        mine = column.codes == (column.names.index(kind) if kind in column.names else len(column.names))
-        columns = [numbers(transfers, name)[mine] for name in ("start_ps", "end_ps", "size_bytes")]
-        instance = numbers(transfers, "instance")[mine]
-        links = [link for link in self.run["links"] if link["kind"] == kind]
-        uses = np.array(
-            [self._use(link, *(column[instance == link["instance"]] for column in columns)) for link in links]
-        )
-        return LinkUse(kind, uses.mean(axis=0), uses.max(axis=0), float(uses.mean()))
+        mine = np.flatnonzero(column.codes == (column.names.index(kind) if kind in column.names else len(column.names)))
+        rows = mine[np.argsort(numbers(transfers, "instance")[mine], kind="stable")]
+        instance = numbers(transfers, "instance")[rows]
+        columns = [numbers(transfers, name)[rows] for name in ("start_ps", "end_ps", "size_bytes")]
+        uses = []
+        for link in (link for link in self.run["links"] if link["kind"] == kind):
+            low, high = np.searchsorted(instance, (link["instance"], link["instance"] + 1))
+            uses.append(self._use(link, *(values[low:high] for values in columns)))
+        return LinkUse(kind, np.mean(uses, axis=0), np.max(uses, axis=0), float(np.mean(uses)))
 
     def _use(self, link: Document, start_ps: Column, end_ps: Column, size_bytes: Column) -> Values:
         """Share of one link's bandwidth in each interval: a busy one is full, or carries each transfer evenly."""
