@@ -123,6 +123,6 @@ def _mark_line(x: int) -> dict[str, Any]:
 
 
 def _mark_text(text: str, x: int) -> dict[str, Any]:
-    place = {"x": round(math.log10(x), 4), "y": 0.02, "yref": "paper", "xanchor": "right", "yanchor": "bottom"}
+    place = {"x": round(math.log10(x), 4), "y": 0.9, "yref": "paper", "xanchor": "right", "yanchor": "top"}
     style = {"textangle": -90, "showarrow": False, "bgcolor": "@card", "font": {"size": 11, "color": "@muted"}}
     return {"text": text, **place, **style}

@@ -16,10 +16,11 @@ from kvsim.report.parts import (
     colour,
     faint,
     height_px,
-    known,
+    held,
     legend_once,
     line_of,
     log_ticks,
+    nice_step,
     plain,
     shaded,
     share_axis,
@@ -84,10 +85,11 @@ def hit_rates(runs: Sequence[RunSeries], axis: TimeAxis) -> Figure:
     """A band for each tier, a row for each run."""
     data: list[Trace] = []
     for number, run in enumerate(runs):
-        x = axis.middles(run.hit_edges_ps)
+        edges = axis.edges(run.hit_edges_ps)
         for tier, (name, rate) in enumerate(run.hit_rates().items()):
             if np.nansum(rate) > 0 or name == GPU:
-                data.append(band(name, f"@tier{tier}", *known(x, plain(rate)), number))
+                steps = band(name, f"@tier{tier}", *held(edges, plain(rate)), number)
+                data.append({**steps, "line": {**steps["line"], "shape": "hv"}})
     layout = stacked_rows(runs, axis, share_axis("hit rate"))
     text = (
         "Of the prompt tokens of the requests admitted in an interval, the share found in each tier; the rest was "
@@ -212,5 +214,5 @@ def grouped(values: Values, max_bars: int = MAX_BARS) -> tuple[list[int], Values
     return first.tolist(), np.add.reduceat(values, first) / counts
 
 
-def _dtick(runs: Sequence[RunSeries]) -> int:
-    return max(1, max(run.num_instances for run in runs) // 8)
+def _dtick(runs: Sequence[RunSeries]) -> float:
+    return max(1, nice_step(max(run.num_instances for run in runs) / 8))

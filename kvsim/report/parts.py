@@ -19,7 +19,8 @@ Trace: TypeAlias = dict[str, Any]
 
 NUM_RUN_COLOURS = 6
 DASHES = ("solid", "dash", "dot", "dashdot")
-DIGITS = ((0.6, (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)), (1.2, (1, 2, 3, 5, 7)), (3, (1, 2, 5)), (math.inf, (1,)))
+NARROW_DECADES = 0.6
+DIGITS = ((1.2, (1, 2, 3, 5, 7)), (3, (1, 2, 5)), (math.inf, (1,)))
 """(decades that an axis spans at most, where ticks are in each)."""
 
 MAX_BARS = 128
@@ -59,6 +60,10 @@ class TimeAxis:
         """Of each interval."""
         return plain((edges_ps[1:] + edges_ps[:-1]) / 2 / PS_PER_S / self._unit_s)
 
+    def edges(self, edges_ps: Column) -> list[float | None]:
+        """The first interval's start, and all ends."""
+        return plain(edges_ps / PS_PER_S / self._unit_s)
+
     def ends(self, edges_ps: Column) -> list[float | None]:
         """Of each interval."""
         return plain(edges_ps[1:] / PS_PER_S / self._unit_s)
@@ -69,10 +74,12 @@ def plain(values: Sequence[float] | Values, digits: int = 5) -> list[float | Non
     return [None if np.isnan(value) else float(f"{value:.{digits}g}") for value in np.asarray(values).tolist()]
 
 
-def known(x: list[float | None], y: list[float | None]) -> tuple[list[float | None], list[float | None]]:
-    """The points whose y is known."""
+def held(edges: list[float | None], y: list[float | None]) -> tuple[list[float | None], list[float | None]]:
+    """Steps, one for each interval whose y is known: each lasts until the next one, or to the end."""
     at = [number for number, value in enumerate(y) if value is not None]
-    return [x[number] for number in at], [y[number] for number in at]
+    return (
+        ([*(edges[number] for number in at), edges[-1]], [*(y[number] for number in at), y[at[-1]]]) if at else ([], [])
+    )
 
 
 def size(size_bytes: int) -> str:
@@ -164,11 +171,24 @@ def height_px(runs: Sequence[RunSeries]) -> int:
 def log_ticks(data: Sequence[Trace]) -> dict[str, Any]:
     """Ticks of a logarithmic axis over all x: few and round, the rounder the more it spans."""
     values = [x for trace in data for x in trace["x"]] or [1.0]
-    least, most = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    decades = math.log10(max(values) / min(values))
-    digits = next(digits for limit, digits in DIGITS if decades <= limit)
-    ticks = [digit * 10.0**power for power in range(least, most + 1) for digit in digits]
-    return {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    least, most = min(values), max(values)
+    decades = math.log10(most / least)
+    if decades < NARROW_DECADES:
+        step = nice_step((most - least) / 5)
+        ticks = [step * count for count in range(max(1, math.ceil(least / step)), math.floor(most / step) + 1)] or [
+            least
+        ]
+    else:
+        powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+        digits = next(digits for limit, digits in DIGITS if decades <= limit)
+        ticks = [digit * 10.0**power for power in powers for digit in digits]
+    return {"tickvals": ticks, "ticktext": [f"{tick:.6g}" for tick in ticks]}
+
+
+def nice_step(at_least: float) -> float:
+    """The next of 1, 2, 5, 10 and so on."""
+    power = 10.0 ** math.floor(math.log10(at_least)) if at_least > 0 else 1.0
+    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= at_least)
 
 
 def share_axis(title: str) -> dict[str, Any]:

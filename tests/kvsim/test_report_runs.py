@@ -10,7 +10,7 @@ from kvsim.clock import PS_PER_S
 from kvsim.events import Kind
 from kvsim.report import figures, summary, theme
 from kvsim.report.figures import grouped
-from kvsim.report.parts import legend_once, log_ticks, plain, size
+from kvsim.report.parts import held, legend_once, log_ticks, nice_step, plain, size
 from kvsim.report.run_series import GPU, RunSeries
 from kvsim.run import simulation
 from kvsim.scenario import load
@@ -176,8 +176,12 @@ def test_small_parts():
     assert [size(value) for value in (999, 1_500, 58_000_000_000, 4.096e12)] == ["999 B", "1.5 kB", "58 GB", "4.1 TB"]
     shown = [trace["showlegend"] for trace in legend_once([{"name": "a"}, {"name": "b"}, {"name": "a"}])]
     assert shown == [True, True, False]
-    wide, narrow = log_ticks([{"x": [1e-3, 1e4]}]), log_ticks([{"x": [7.0, 20.0]}])
-    assert wide["ticktext"][:3] == ["0.001", "0.01", "0.1"] and {"8", "10", "15", "20"} <= set(narrow["ticktext"])
+    wide, narrow = log_ticks([{"x": [1e-3, 1e4]}]), log_ticks([{"x": [13.2, 17.0]}])
+    assert wide["ticktext"][:3] == ["0.001", "0.01", "0.1"] and narrow["ticktext"] == ["14", "15", "16", "17"]
+    assert log_ticks([])["ticktext"] and log_ticks([{"x": [0.03, 0.03]}])["ticktext"] == ["0.03"]
+    assert [nice_step(least) for least in (0.03, 1, 1.2, 7, 0)] == [pytest.approx(0.05), 1, 2, 10, 1]
+    assert held([0, 1, 2, 3], [None, 0.5, None]) == ([1, 3], [0.5, 0.5])
+    assert held([0, 1], [None]) == ([], [])
 
 
 def test_disks_and_faults_are_shown(tmp_path):
