@@ -95,9 +95,7 @@ class GpuCache:
 
     def names(self, segments: Segments) -> Names:
         """Per group, the segments of its blocks, of those in hash units."""
-        unit = self.model.hashed_step
-        by_size = {size: coarsened(segments, size // unit) for size in set(self._sizes)}
-        return tuple([by_size[size] for size in self._sizes])
+        return block_names(self.model, segments)
 
     # -- before admission -------------------------------------------------------------------------------------
 
@@ -300,8 +298,17 @@ def gpu_cache(
     return (OneGroupCache if one_group else GpuCache)(model, num_blocks, max_num_new_tokens, max_len, retention)
 
 
-def coarsened(segments: Segments, factor: int) -> Segments:
-    """The segments of blocks of `factor` units: each belongs to the stream of its last unit."""
+def block_names(model: ModelSpec, segments: Segments) -> Names:
+    """Per group, the segments of its blocks, of those of blocks of one hash unit.
+
+    A block belongs to the stream of its last unit.
+    """
+    factors = [group.block_size // model.hashed_step for group in model.groups]
+    by_factor = {factor: _coarsened(segments, factor) for factor in set(factors)}
+    return tuple([by_factor[factor] for factor in factors])
+
+
+def _coarsened(segments: Segments, factor: int) -> Segments:
     if factor == 1:
         return segments
     blocks = ((stream, start // factor, end // factor) for stream, start, end in segments)

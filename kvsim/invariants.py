@@ -308,7 +308,7 @@ def _contents(simulation: Simulation, blocks: Callable[[KVRequest], tuple[Runs, 
     found: defaultdict[Lineage, list[Run]] = defaultdict(list)
     for sequence in _sequences(simulation):
         for group, runs in enumerate(blocks(sequence.kv) if sequence.kv is not None else ()):
-            for stream, start, end in sequence.segments if runs else ():
+            for stream, start, end in sequence.names[group] if runs else ():
                 for a, b in runs:
                     if a < end and start < b:
                         found[group, stream].append((max(start, a), min(end, b)))

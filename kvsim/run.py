@@ -10,11 +10,13 @@ from hashlib import sha256
 from operator import itemgetter
 from typing import NamedTuple
 
+from kvcore.gpu_cache import Names, block_names
 from kvcore.hints import Pin
 from kvcore.memory import Experience
 from kvcore.planner import Planner
 from kvcore.plans import PoolPolicy
 from kvcore.request import KVRequest
+from kvcore.runs import single
 from kvcore.types import GroupId, Run, Segments, StreamId
 from kvcore.units import NS_PER_MS, NS_PER_S
 from kvsim.clock import PS_PER_S, Clock
@@ -88,7 +90,7 @@ class SharedPool:
 
     def machine(self, engine: int, sequence: Sequence) -> KVRequest:
         """The machine of a new request of the instance."""
-        names_of = partial(_names, sequence.segments)
+        names_of = partial(_names, block_names(self.planner.model, sequence.segments))
         hints = self.sessions.hints(sequence.index)
         return KVRequest(self.planner, self.policy, sequence.input_len, self.experiences[engine], names_of, hints)
 
@@ -99,9 +101,15 @@ class SharedPool:
             self.store.end_session(session)
 
     def hit_blocks(self, segments: Segments, limit_blocks: int) -> int:
-        """The prefix of a sequence that is here now, of at most `limit_blocks` (one group of full attention)."""
-        held = self.store.holds(GroupId(0), segments, ((0, limit_blocks),)) if limit_blocks else ()
-        return held[0][1] if held and held[0][0] == 0 else 0
+        """The prefix of a sequence that a hit could use now, of at most `limit_blocks`, all in hash units."""
+        model = self.planner.model
+        limit_len = limit_blocks * model.hashed_step
+        ends = [limit_len // group.block_size for group in model.groups]
+        present = [
+            self.store.holds(GroupId(group), names, single((0, end)))
+            for group, (names, end) in enumerate(zip(block_names(model, segments), ends, strict=True))
+        ]
+        return self.planner.hit(0, limit_len + 1, tuple(present)) // model.hashed_step
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -211,9 +219,10 @@ def _no_machine(_engine: int, _sequence: Sequence) -> None:
     return None
 
 
-def _names(segments: Segments, _index: int, run: Run) -> tuple[StreamId, ...]:
+def _names(by_group: Names, group: int, run: Run) -> tuple[StreamId, ...]:
     """The stream of each block: `kvcore.memory.NamesOf` of one sequence."""
     names: tuple[StreamId, ...] = ()
+    segments = by_group[group]
     start, end = run
     at = bisect_right(segments, start, key=_START) - 1
     while start < end:

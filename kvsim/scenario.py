@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, model_validator
 
+from kvcore.engine.blocks import require_simulated
 from kvcore.errors import InvalidArgument, clipped
 from kvcore.masks import Retention
 from kvcore.spec import ModelSpec
@@ -58,8 +59,7 @@ class Scenario(Table):
     @model_validator(mode="after")
     def _consistent(self) -> "Scenario":
         self._check_division()
-        if len(self.kv_groups) > 1:
-            raise ValueError(f"a model with one KV cache group: engines of {self.model.name}'s are not simulated yet")
+        self._check_groups()
         ways = (self.link is not None) + (self.network is not None)
         if self.pool is None and (ways or self.nvme is not None):
             raise ValueError("[pool] beside [link], [network] and [nvme], or none of them")
@@ -87,6 +87,18 @@ class Scenario(Table):
         for fault in self.faults:
             if fault.instance >= self.cluster.instances:
                 raise ValueError(f"faults.instance below {self.cluster.instances} (cluster.instances)")
+
+    def _check_groups(self) -> None:
+        try:
+            require_simulated(self.kv_model)
+        except InvalidArgument as error:
+            raise ValueError(f"{error.expected}; a group of {self.model.name} is {error.value}") from None
+        engine, step = self.engine, self.kv_model.alignment
+        retention = engine.prefix_cache_retention_interval
+        if retention and retention % step:
+            raise ValueError(
+                f"engine.prefix_cache_retention_interval to be a multiple of {step} tokens, not {retention}"
+            )
 
     def _check_retention(self, retention: Retention) -> None:
         model = self.kv_model

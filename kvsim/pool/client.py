@@ -118,7 +118,7 @@ class PoolClient:
     def lookup(self, sequence: Sequence, plan: Lookup) -> None:
         """Put the next question: what the private cache has is known, the master's answer is as of its arrival."""
         question = plan.dialogue.question
-        near = None if self._host is None else self._host.exists(sequence.segments, question)
+        near = None if self._host is None else self._host.exists(sequence.names, question)
         far = question if near is None else minus(question, near)
         answer_ps = self._clock.now_ps + (self._means.lookup_ps(count_blocks(far)) if any(far) else 0)
         self._answer_at_ps[sequence] = answer_ps
@@ -174,7 +174,7 @@ class PoolClient:
 
     def _fetch(self, sequence: Sequence, plan: Load, end_job: Action) -> None:
         """A thread has the load: look what is where, and bring it, the nearest first."""
-        near = None if self._host is None else self._host.get(sequence.segments, plan.blocks)
+        near = None if self._host is None else self._host.get(sequence.names, plan.blocks)
         wanted = plan.blocks if near is None else minus(plan.blocks, near)
         far = self._per_group(self._store.get, sequence, wanted)
         shipments: list[Shipment] = []
@@ -192,7 +192,7 @@ class PoolClient:
             return [(POOL, parcel)]
         read = Counter[Source]()
         for group, runs in enumerate(blocks):
-            read += self._store.sources(GroupId(group), sequence.segments, runs, self._means.index)
+            read += self._store.sources(GroupId(group), sequence.names[group], runs, self._means.index)
         weights = sites_of(read, self._means.index)
         return list(zip(weights, divided(parcel, tuple(weights.values())), strict=True)) or [(POOL, parcel)]
 
@@ -216,7 +216,7 @@ class PoolClient:
     def _keep(self, sequence: Sequence, blocks: GroupRuns) -> None:
         """What came from the pool is copied out of the GPU's blocks, which hold it for longer than that takes."""
         assert self._host is not None
-        absent = minus(blocks, self._host.holds(sequence.segments, blocks))
+        absent = minus(blocks, self._host.holds(sequence.names, blocks))
         if any(absent):
             parcel = self._means.packing.stored(absent)
             self.stored[Tier.HOST].add(parcel)
@@ -226,7 +226,7 @@ class PoolClient:
         if self._host is None:
             return
         before_bytes = self._host.used_bytes
-        self._host.put(sequence.segments, blocks)
+        self._host.put(sequence.names, blocks)
         if self.record_host is not None:
             self.record_host(self._clock.now_ps, self._host.used_bytes - before_bytes)
 
@@ -245,7 +245,7 @@ class PoolClient:
         parts = divided(self._means.packing.stored(plan.blocks), weights)
         shipments = [(site, part) for (site, _), part in zip(self._means.puts_to, parts, strict=True)]
         if self._host is not None:
-            absent = minus(plan.blocks, self._host.holds(sequence.segments, plan.blocks))
+            absent = minus(plan.blocks, self._host.holds(sequence.names, plan.blocks))
             shipments += [(HOST, self._means.packing.stored(absent))] if any(absent) else []
         self._ship(self._path.send, shipments, partial(self._written, sequence, plan, pinned, shipments, end_job))
 
@@ -286,7 +286,7 @@ class PoolClient:
 
     def _per_group(self, call: StoreCall, sequence: Sequence, blocks: GroupRuns) -> GroupRuns:
         now_ns = self._clock.now_ns
-        return tuple([call(GroupId(group), sequence.segments, runs, now_ns) for group, runs in enumerate(blocks)])
+        return tuple([call(GroupId(group), sequence.names[group], runs, now_ns) for group, runs in enumerate(blocks)])
 
 
 class Countdown:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcore import runs as runs_of
+from kvcore.gpu_cache import Names
 from kvcore.group_runs import GroupRuns
 from kvcore.types import GroupId, Runs, Segments
 from kvcore.units import div_ceil
@@ -38,28 +39,28 @@ class HostCache:
         self.used_bytes = 0
         self.counters = HostCounters()
 
-    def exists(self, segments: Segments, blocks: GroupRuns) -> GroupRuns:
+    def exists(self, names: Names, blocks: GroupRuns) -> GroupRuns:
         """Those that are here; they are used."""
-        found = self._use(segments, blocks)
+        found = self._use(names, blocks)
         self.counters.asked += sum(map(runs_of.num_blocks, blocks))
         self.counters.found += sum(map(runs_of.num_blocks, found))
         return found
 
-    def get(self, segments: Segments, blocks: GroupRuns) -> GroupRuns:
+    def get(self, names: Names, blocks: GroupRuns) -> GroupRuns:
         """Those that can be read now; they are used."""
-        found = self._use(segments, blocks)
+        found = self._use(names, blocks)
         self.counters.got += sum(map(runs_of.num_blocks, found))
         return found
 
-    def holds(self, segments: Segments, blocks: GroupRuns) -> GroupRuns:
+    def holds(self, names: Names, blocks: GroupRuns) -> GroupRuns:
         """Those that are here, which is no use of them."""
-        return tuple([self._held(GroupId(group), segments, runs) for group, runs in enumerate(blocks)])
+        return tuple([self._held(GroupId(group), names[group], runs) for group, runs in enumerate(blocks)])
 
-    def put(self, segments: Segments, blocks: GroupRuns) -> None:
+    def put(self, names: Names, blocks: GroupRuns) -> None:
         """Keep them; what is here is used, and of what does not fit into all of the cache the head is kept."""
-        self._use(segments, blocks)
+        self._use(names, blocks)
         for group, runs in enumerate(blocks):
-            self._insert(GroupId(group), segments, runs)
+            self._insert(GroupId(group), names[group], runs)
 
     def audit(self) -> None:
         """Blocks and bytes are conserved."""
@@ -78,12 +79,12 @@ class HostCache:
         ]
         return runs_of.normalize(found)
 
-    def _use(self, segments: Segments, blocks: GroupRuns) -> GroupRuns:
+    def _use(self, names: Names, blocks: GroupRuns) -> GroupRuns:
         self._uses += 1
         found: list[Runs] = []
         for group, runs in enumerate(blocks):
-            held = self._held(GroupId(group), segments, runs)
-            for lineage, start, end in pieces(GroupId(group), segments, held):
+            held = self._held(GroupId(group), names[group], runs)
+            for lineage, start, end in pieces(GroupId(group), names[group], held):
                 self._extents.cut(lineage, start, end)
                 self._extents.add(lineage, Extent(start, end, 0, self._uses))
             found.append(held)

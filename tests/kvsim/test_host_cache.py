@@ -63,10 +63,10 @@ def first_difference(script, capacity_blocks, **wrong):
     ours, theirs = HostCache(capacity_blocks * SIZE, (SIZE,)), BlockCache(capacity_blocks, **wrong)
     for index, (name, segments, runs) in enumerate(script):
         if name == "put":
-            ours.put(segments, (runs,))
+            ours.put((segments,), (runs,))
             theirs.put(names(segments, runs))
         else:
-            (found,) = getattr(ours, name)(segments, (runs,))
+            (found,) = getattr(ours, name)((segments,), (runs,))
             assert set(names(segments, found)) == set(theirs.use(names(segments, runs)))
         ours.audit()
         if contents(ours) != set(theirs.blocks):
@@ -95,8 +95,9 @@ def test_groups_share_the_bytes(script, capacity_bytes):
     cache = HostCache(capacity_bytes, (3, 2))
     for (name, segments, runs), (_, _, others) in script:
         blocks = (runs, runs_of.intersect(others, ((0, segments[-1][2]),)))
-        held = cache.holds(segments, blocks)
-        found = getattr(cache, name)(segments, blocks)
+        names = (segments, segments)
+        held = cache.holds(names, blocks)
+        found = getattr(cache, name)(names, blocks)
         assert found in (None, held)
         cache.audit()
 
@@ -104,16 +105,16 @@ def test_groups_share_the_bytes(script, capacity_bytes):
 def test_looking_is_no_use():
     cache = HostCache(4, (1,))
     first, second = SEQUENCES[3], SEQUENCES[4]
-    cache.put(first, (((0, 2),),))
-    cache.put(second, (((0, 2),),))
-    assert cache.holds(first, (((0, 2),),)) == (((0, 2),),)
-    cache.put(second, (((2, 4),),))
-    assert cache.holds(first, (((0, 2),),)) == ((),), "it was the older one all the same"
+    cache.put((first,), (((0, 2),),))
+    cache.put((second,), (((0, 2),),))
+    assert cache.holds((first,), (((0, 2),),)) == (((0, 2),),)
+    cache.put((second,), (((2, 4),),))
+    assert cache.holds((first,), (((0, 2),),)) == ((),), "it was the older one all the same"
 
 
 def test_audit_notices_a_lost_block():
     cache = HostCache(4, (1,))
-    cache.put(SEQUENCES[0], (((0, 3),),))
+    cache.put((SEQUENCES[0],), (((0, 3),),))
     cache.counters.put -= 1
     with pytest.raises(AssertionError):
         cache.audit()
