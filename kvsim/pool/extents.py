@@ -53,6 +53,8 @@ class Extents:
     def __init__(self) -> None:
         self._of: dict[Lineage, list[Extent]] = {}
         self._num_extents = 0
+        self.num_staying = 0
+        """Blocks that are in no queue, because their pin lets them never go."""
         # Heaps; entries whose extent has changed are stale and skipped.
         self._queues: dict[Rank, list[EvictionKey]] = {ORDINARY: []}
         self._num_queued = 0
@@ -74,6 +76,7 @@ class Extents:
         extents = self._of.setdefault(lineage, [])
         extents.insert(bisect_left(extents, extent), extent)
         self._num_extents += 1
+        self.num_staying += _staying(extent)
         self._enqueue(lineage, extent)
 
     def cut(self, lineage: Lineage, start: int, end: int) -> list[Extent]:
@@ -94,6 +97,7 @@ class Extents:
             outside.append(right)
         extents[first:last] = outside
         self._num_extents += len(outside) - len(cut)
+        self.num_staying -= sum(map(_staying, cut))
         if not extents:
             del self._of[lineage]
         for part in outside:
@@ -105,6 +109,7 @@ class Extents:
         extents = self._of.get(lineage, [])
         for index, extent in enumerate(extents):
             if extent.mark is not None and extent.mark.pin is not Pin.NONE and is_over(extent.mark):
+                self.num_staying -= _staying(extent)
                 extents[index] = extent._replace(mark=extent.mark.released)
                 self._enqueue(lineage, extents[index])
 
@@ -136,6 +141,7 @@ class Extents:
                     waiting = runs_of.normalize(queued[own, lineage, extent.grant])
                     assert not runs_of.subtract((extent[:2],), waiting), (lineage, extent)
         assert sum(map(len, self._of.values())) == self._num_extents
+        assert sum(_staying(extent) for _, extent in self) == self.num_staying
         assert sum(map(len, self._queues.values())) == self._num_queued
 
     def _queued(self) -> Iterator[tuple[Rank, Candidate]]:
@@ -214,6 +220,11 @@ def split(absent: Sequence[Piece], num_blocks: int) -> tuple[list[Piece], Runs]:
             head.append((lineage, start, cut))
         rest.append((cut, end))
     return head, runs_of.normalize(rest)
+
+
+def _staying(extent: Extent) -> int:
+    mark = extent.mark
+    return extent.end - extent.start if mark is not None and mark.pin is Pin.HARD else 0
 
 
 def _halves(extent: Extent, block: int) -> tuple[Extent, Extent]:

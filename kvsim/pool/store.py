@@ -4,8 +4,8 @@ Semantics of `mooncake_master` 0.3.13 (mooncake-store, `MasterService`), per obj
 
 - a complete put sets the object's lease to now; a put of an existing object changes nothing;
 - exists and get grant a lease of `lease_ttl_ns` to what they find; a leased object (now < lease) is never evicted;
-- above the high watermark, max(eviction_ratio, used_ratio - watermark + eviction_ratio) of all objects are evicted,
-  those whose lease expired longest ago first, again and again until the watermark is reached;
+- above the high watermark, max(eviction_ratio, used_ratio - watermark + eviction_ratio) of all objects but those
+  pinned hard are evicted, those whose lease expired longest ago first, again and again until the watermark is reached;
 - a put that finds no space makes the master evict in the same way, and is refused when nothing can go.
 
 Pins are those of `kvsim.pool.pins`. Where the master leaves the order to chance, this store decides: leases that expire
@@ -316,7 +316,8 @@ class MooncakePool:
         self._pins.expire(self._now_ns, self._extents)
         over = max(Fraction(0), Fraction(self.used_bytes, self._memory.capacity_bytes) - self._watermark)
         share = self._eviction_ratio + over
-        goal, least = _ceil_share(self.num_objects, share), _ceil_share(self.num_objects, max(share / 2, over))
+        may_go = self.num_objects - self._extents.num_staying
+        goal, least = _ceil_share(may_go, share), _ceil_share(may_go, max(share / 2, over))
         evicted = self._evict_expired(goal, Pin.NONE)
         pinned = self._evict_expired(least - evicted, Pin.SOFT) if self._soft_pins is SoftPins.GO_LAST else 0
         self.counters.evictions += evicted + pinned > 0
@@ -390,8 +391,7 @@ class MooncakePool:
         self._resize()
 
     def _resize(self) -> None:
-        self._watermark_bytes = int(self._memory.capacity_bytes * self._watermark)
-        self._may_overstay = True
+        self._watermark_bytes, self._may_overstay = int(self._memory.capacity_bytes * self._watermark), True
         if self.disks is not None:
             self.disks.num_clients = self._memory.num_clients
 
