@@ -15,7 +15,7 @@ memory is freed after that), the disks of all clients fill alike, and blocks go 
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -163,7 +163,7 @@ class Disks:
         self.used_bytes -= num_blocks * self._block_bytes[lineage[0]]
         return removed
 
-    def lose(self, gone: Set[int]) -> int:
+    def lose(self, gone: set[int]) -> int:
         """The disks of the clients whose segments are `gone` are lost; returns how many blocks were there."""
         had = self.num_objects
         for lineage, place in list(self._places):

@@ -14,13 +14,14 @@ round sizes up and may find no hole). Segments are of one size.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from enum import Enum
 
 from kvcore.eviction.runs import Lineage
 from kvcore.types import GroupId
 from kvcore.units import NS_PER_S
 from kvsim.pool.places import Place, Places, Ring, phase
+from kvsim.pool.sources import View
 
 DEFAULT_CLIENT_TTL_NS = 10 * NS_PER_S
 """`client_ttl` of the master."""
@@ -91,10 +92,9 @@ class Memory:
         """What the client lends, as far as the master knows."""
         return self._ring[client * self._segments_per_client : (client + 1) * self._segments_per_client]
 
-    @property
-    def unreachable(self) -> Set[int]:
-        """Segments of dead clients."""
-        return frozenset()
+    def view(self, reader: int | None) -> View:
+        """What the client, or nobody in particular, goes by when it reads."""
+        return View() if reader is None else View(own=self.segments(reader))
 
     def is_mourned(self, now_ns: int) -> bool:
         """Whether the master notices now that somebody is dead."""
@@ -137,7 +137,7 @@ class SegmentedMemory(Memory):
         self._deaths: deque[tuple[int, int]] = deque()
         self._silent: set[int] = set()
         self.gone: set[int] = set()
-        """Segments that were lost."""
+        """Segments that were lost, as the master knows."""
 
     def client(self, segment: int) -> int:
         """Whose segment it is, or was."""
@@ -194,10 +194,9 @@ class SegmentedMemory(Memory):
         """Whether the master notices now that somebody is dead."""
         return bool(self._deaths) and self._deaths[0][0] <= now_ns
 
-    @property
-    def unreachable(self) -> Set[int]:
-        """Segments of dead clients, whether or not the master knows."""
-        return self.gone | self._silent
+    def view(self, reader: int | None) -> View:
+        """What the client, or nobody in particular, goes by when it reads."""
+        return View(() if reader is None else self.segments(reader), self.gone, self._silent)
 
     def unmount(self, now_ns: int) -> list[tuple[Lineage, Place]]:
         """Take away the segments of who is noticed to be dead; returns the places that had copies there."""

@@ -7,7 +7,7 @@ mean, and differs from it by less than one block, where the master's own number 
 """
 
 from bisect import bisect_left
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -49,14 +49,18 @@ class Place(NamedTuple):
         """The segments of the copies of a block whose first copy is in ring[index]."""
         return tuple(self.ring[(index + j) % len(self.ring)] for j in range(self.copies))
 
-    def without(self, gone: Container[int], phase: int) -> Runs:
-        """The blocks of which every copy is in a segment that is gone."""
+    def blocks(self, phase: int, are_wanted: Callable[[Ring], bool]) -> Runs:
+        """The blocks of which the segments of the copies, the first one first, are wanted; O(blocks) unless all are."""
         size = len(self.ring)
-        lost = [i for i in range(size) if all(segment in gone for segment in self.holders(i))]
-        if len(lost) == size:
+        found = [i for i in range(size) if are_wanted(self.holders(i))]
+        if len(found) == size:
             return ((self.start, self.end),)
-        firsts = [self.start + (i - self.start - phase) % size for i in lost]
+        firsts = [self.start + (i - self.start - phase) % size for i in found]
         return runs_of.normalize((k, k + 1) for first in firsts for k in range(first, self.end, size))
+
+    def without(self, gone: set[int], phase: int) -> Runs:
+        """The blocks of which every copy is in a segment that is gone."""
+        return self.blocks(phase, gone.issuperset)
 
 
 def phase(lineage: Lineage) -> int:

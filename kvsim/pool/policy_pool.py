@@ -42,9 +42,9 @@ class PolicyPool(MooncakePool):
         self._reach(group, segments, found, now_ns + self._lease_ttl_ns)
         return found
 
-    def get(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:
+    def get(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int, reader: int | None = None) -> Runs:
         """As the master; whoever reads has looked it up, so that this is no other use."""
-        found = super().get(group, segments, runs, now_ns)
+        found = super().get(group, segments, runs, now_ns, reader)
         self._policy.touch(list(pieces(group, segments, found)))
         self._reach(group, segments, found, now_ns + self._lease_ttl_ns)
         return found

@@ -1,7 +1,8 @@
 """Whom a read gets its bytes from, and from which tier."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Set
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
@@ -28,29 +29,43 @@ class Source(NamedTuple):
     tier: Tier
 
 
-def read_from(place: Place, start_phase: int, own: Container[int], gone: Container[int]) -> Counter[int]:
-    """How many of the place's blocks are read from each segment: one of the reader's own before the first copy's."""
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a reader goes by: its `own` segments, those `gone` that the master knows of, and those that are `silent`."""
+
+    own: Container[int] = ()
+    gone: Container[int] = ()
+    silent: Container[int] = ()
+
+    def choice(self, holders: Ring) -> int | None:
+        """The copy that is read: its own before the first of those that the master names."""
+        there = [segment for segment in holders if segment not in self.gone]
+        return next((segment for segment in there if segment in self.own), there[0] if there else None)
+
+    def fails(self, holders: Ring) -> bool:
+        """Whether that copy cannot be read; 0.3.13 tries no other."""
+        chosen = self.choice(holders)
+        return chosen is None or chosen in self.silent
+
+
+def read_from(place: Place, start_phase: int, view: View) -> Counter[int]:
+    """How many of the place's blocks are read from each segment."""
     read = Counter[int]()
     for index, count in enumerate(place.counts(start_phase)):
-        chosen = _choice(place.holders(index), own, gone)
+        chosen = view.choice(place.holders(index))
         if count and chosen is not None:
             read[chosen] += count
     return read
 
 
-def reachable(wanted: Iterable[Piece], places: PlacesOf, gone: Set[int]) -> Runs:
-    """Of blocks that have places, those of which a copy is in a segment that is not gone."""
+def readable(wanted: Iterable[Piece], places: PlacesOf, view: View) -> Runs:
+    """Of blocks that have places, those of which the copy that is chosen can be read."""
     wanted = list(wanted)
     runs = runs_of.normalize((start, end) for _, start, end in wanted)
-    if not gone:
+    if not view.silent:
         return runs
-    dead: list[Run] = []
+    fail: list[Run] = []
     for lineage, start, end in wanted:
         for place in places(lineage, start, end):
-            dead.extend(place.without(gone, phase(lineage)))
-    return runs_of.subtract(runs, runs_of.normalize(dead))
-
-
-def _choice(holders: Ring, own: Container[int], gone: Container[int]) -> int | None:
-    there = [segment for segment in holders if segment not in gone]
-    return next((segment for segment in there if segment in own), there[0] if there else None)
+            fail.extend(place.blocks(phase(lineage), view.fails))
+    return runs_of.subtract(runs, runs_of.normalize(fail))

@@ -33,7 +33,7 @@ from kvsim.pool.extents import Extent, Extents, Mark, merged, pieces, split
 from kvsim.pool.memory import DEFAULT_CLIENT_TTL_NS, Memory, SegmentedMemory
 from kvsim.pool.pins import Pins, SoftPins
 from kvsim.pool.places import phase
-from kvsim.pool.sources import Source, Tier, reachable, read_from
+from kvsim.pool.sources import Source, Tier, View, read_from, readable
 
 
 class MooncakePool:
@@ -104,32 +104,33 @@ class MooncakePool:
         on_disk = () if self.disks is None else self._on_disk(group, segments, runs)
         return {Tier.MEMORY: self._found(group, segments, runs), Tier.DISK: on_disk}
 
-    def get(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int) -> Runs:
-        """The blocks of `runs` that can be read now, leased anew; one that was promised and is gone is a late miss."""
+    def get(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int, reader: int | None = None) -> Runs:
+        """The blocks of `runs` that can be read now, leased anew; one that was promised and is gone is a late miss.
+
+        With copies the `reader` takes its own, else the first that the master names, dead or alive.
+        """
         self._tick(now_ns)
         found = self._grant_found(group, segments, runs)
-        if self.disks is not None or self._memory.unreachable:
-            found = self._readable(group, segments, runs, found)
+        view = self._memory.view(reader)
+        if self.disks is not None or view.silent:
+            found = self._readable(group, segments, runs, found, view)
         num_found = runs_of.num_blocks(found)
         self.counters.got += num_found
         self.counters.late += runs_of.num_blocks(runs) - num_found
         return found
 
     def sources(self, group: GroupId, segments: Segments, runs: Runs, reader: int | None = None) -> Counter[Source]:
-        """How many bytes a read of `runs`, all of which are here, gets from whom.
-
-        Memory before disk; a copy of the `reader`'s own before another. O(extents x segments).
-        """
+        """How many bytes a read of `runs`, all of which are here, gets from whom: memory before disk."""
         size_bytes, read = self._block_bytes[group], Counter[Source]()
         in_memory = self._found(group, segments, runs)
-        own = () if reader is None else self._memory.segments(reader)
+        view = self._memory.view(reader)
         tiers = [(Tier.MEMORY, in_memory, self._memory.places)]
         if self.disks is not None:
             tiers.append((Tier.DISK, runs_of.subtract(runs, in_memory), self.disks.places))
         for tier, tier_runs, places in tiers:
             for lineage, start, end in pieces(group, segments, tier_runs):
                 for place in places(lineage, start, end):
-                    for segment, count in read_from(place, phase(lineage), own, self._memory.unreachable).items():
+                    for segment, count in read_from(place, phase(lineage), view).items():
                         read[Source(self._memory.client(segment), tier)] += count * size_bytes
         return read
 
@@ -212,7 +213,7 @@ class MooncakePool:
                 used_bytes += (end - start) * copies * self._block_bytes[lineage[0]]
         assert num_objects == self.num_objects
         # Places still name what dead clients had, of which the memory itself knows.
-        assert used_bytes == self.used_bytes or self._memory.unreachable, (used_bytes, self.used_bytes)
+        assert used_bytes == self.used_bytes or self._memory.view(None).gone, (used_bytes, self.used_bytes)
         bound_bytes = self._memory.capacity_bytes if self._may_overstay else self._watermark_bytes
         assert self.used_bytes <= bound_bytes, (used_bytes, bound_bytes)
         counted = self.counters
@@ -262,21 +263,20 @@ class MooncakePool:
                 found.append((first, last))
         return runs_of.normalize(found)
 
-    def _readable(self, group: GroupId, segments: Segments, runs: Runs, in_memory: Runs) -> Runs:
+    def _readable(self, group: GroupId, segments: Segments, runs: Runs, in_memory: Runs, view: View) -> Runs:
         """What of `runs` can be read: in memory with a client that lives, or on such a disk and into its buffer."""
-        gone = self._memory.unreachable
-        readable = reachable(pieces(group, segments, in_memory), self._memory.places, gone)
-        self.counters.unreadable += runs_of.num_blocks(in_memory) - runs_of.num_blocks(readable)
+        found = readable(pieces(group, segments, in_memory), self._memory.places, view)
+        self.counters.unreadable += runs_of.num_blocks(in_memory) - runs_of.num_blocks(found)
         if self.disks is None:
-            return readable
-        on_disk = self._on_disk(group, segments, runs_of.subtract(runs, readable))
-        alive = reachable(pieces(group, segments, on_disk), self.disks.places, gone)
+            return found
+        on_disk = self._on_disk(group, segments, runs_of.subtract(runs, in_memory))
+        alive = readable(pieces(group, segments, on_disk), self.disks.places, view)
         read = self.disks.read(list(pieces(group, segments, alive)))
         staged = runs_of.normalize((start, end) for _, start, end in read)
         self.counters.got_from_disk += runs_of.num_blocks(staged)
         self.counters.unreadable += runs_of.num_blocks(runs_of.subtract(on_disk, alive))
         self.counters.unstaged += runs_of.num_blocks(alive) - runs_of.num_blocks(staged)
-        return runs_of.union(readable, staged)
+        return runs_of.union(found, staged)
 
     def _insert(
         self, group: GroupId, segments: Segments, absent: Sequence[Piece], mark: Mark | None, writer: int | None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvcore.runs import normalize
 from kvcore.types import GroupId, StreamId
 from kvsim.pool.places import Place, Places, phase
-from kvsim.pool.sources import read_from
+from kvsim.pool.sources import View, read_from
 
 LINEAGE = GroupId(0), StreamId(7)
 
@@ -48,7 +48,7 @@ def test_a_read_takes_the_readers_own_copy_or_the_first_that_is_there(place, at,
         near = [segment for segment in there if segment in own]
         if there:
             expected[(near or there)[0]] += 1
-    assert read_from(place, at, own, gone) == expected
+    assert read_from(place, at, View(own, gone)) == expected
 
 
 @given(st.lists(st.tuples(a_place(), st.booleans()), max_size=12))

@@ -217,7 +217,8 @@ def test_what_a_dead_client_held_exists_until_the_master_notices_and_cannot_be_r
 
 def test_what_has_a_copy_elsewhere_survives():
     store = losing(copies=2)
-    assert store.get(G, SEGMENTS, ALL, 6) == ALL
+    assert num_blocks(store.get(G, SEGMENTS, ALL, 6)) == 30, "a dead first copy is not replaced by the second"
+    assert num_blocks(store.get(G, SEGMENTS, ALL, 7, reader=3)) == 40, "unless the second is the reader's own"
     assert store.exists(G, SEGMENTS, ALL, 5 + TTL) == ALL
     assert store.counters.lost == 0
     assert Source(2, Tier.MEMORY) not in store.sources(G, SEGMENTS, ALL)
