@@ -176,7 +176,7 @@ class PoolClient:
         """A thread has the load: look what is where, and bring it, the nearest first."""
         near = None if self._host is None else self._host.get(sequence.names, plan.blocks)
         wanted = plan.blocks if near is None else minus(plan.blocks, near)
-        far = self._per_group(self._store.get, sequence, wanted)
+        far = self._per_group(partial(self._store.get, reader=self._means.index), sequence, wanted)
         shipments: list[Shipment] = []
         if near is not None and any(near):
             shipments.append((HOST, self._means.packing.loaded(near)))

@@ -148,7 +148,7 @@ class HintedBlocks(BlockPool):
     def evict(self):
         used_ratio = Fraction(len(self.objects), self.capacity)
         share = max(self.ratio, used_ratio - self.watermark + self.ratio)
-        num_objects = len(self.objects)
+        num_objects = sum(self.pin_of(name) is not Pin.HARD for name in self.objects)
         least = ceil(num_objects * max(share / 2, used_ratio - self.watermark))
         evicted = self.evict_of(Pin.NONE, ceil(num_objects * share))
         if not self.stay and evicted < least:
