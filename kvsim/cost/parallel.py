@@ -62,5 +62,7 @@ class Collectives:
 
     def step_ps(self, own_tokens: int, all_tokens: int) -> int:
         """Of a data parallel rank with `own_tokens` of the instance's `all_tokens`."""
+        if self._num_gpus == 1:
+            return 0
         size_bytes = own_tokens * self._of_own_tokens + all_tokens * self._of_all_tokens
         return self._latency_ps + self._rates.send_ps(div_ceil(size_bytes, self._num_gpus))

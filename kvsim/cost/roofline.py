@@ -121,10 +121,11 @@ class Roofline:
 
     def _work(self, chunks: Sequence[PrefillChunk], num_decodes: int) -> Work:
         lengths = [new for _, new in chunks]
-        total = sum(lengths)
+        total, ranks = sum(lengths), self._parallel.data
+        if ranks == 1:
+            return Work(total, num_decodes, len(chunks), total, num_decodes)
         own = self._parallel.busiest(total, max(lengths, default=0))
-        own_chunks, own_decodes = (div_ceil(count, self._parallel.data) for count in (len(chunks), num_decodes))
-        return Work(own, own_decodes, own_chunks, total, num_decodes)
+        return Work(own, div_ceil(num_decodes, ranks), div_ceil(len(chunks), ranks), total, num_decodes)
 
     def _chunks_ps(self, chunks: Sequence[PrefillChunk]) -> int:
         times_ps = [self._attention.chunk_ps(context, new) for context, new in chunks]
@@ -134,15 +135,19 @@ class Roofline:
         """All but attention; weights are read once for both phases."""
         tokens, decodes = work.prefill_tokens, work.decodes
         own, together = tokens + decodes, work.all_prefill_tokens + work.all_decodes
-        times_ps = [self._product_ps(product, tokens, decodes) for product in self._matrices]
-        times_ps += [layers.step_ps(work.all_prefill_tokens, work.all_decodes) for layers in self._experts]
-        times_ps += [self._states_ps(layers, work) for layers in self._states]
-        times_ps.append(self._product_ps(self._lm_head, work.chunks, decodes))
-        return sum(times_ps) + self._collectives.step_ps(own, together) + self._overhead_ps
+        total_ps = self._overhead_ps + self._product_ps(self._lm_head, work.chunks, decodes)
+        for product in self._matrices:
+            total_ps += self._product_ps(product, tokens, decodes)
+        for experts in self._experts:
+            total_ps += experts.step_ps(work.all_prefill_tokens, work.all_decodes)
+        for layers in self._states:
+            total_ps += self._states_ps(layers, work)
+        return total_ps + self._collectives.step_ps(own, together)
 
     def _product_ps(self, product: Product, prefill_rows: int, decode_rows: int) -> int:
         num_params, dtype, read_ps = product
-        return max(self._rates.macs_ps(dtype, num_params * prefill_rows, num_params * decode_rows), read_ps)
+        macs_ps = self._rates.macs_ps(dtype, num_params * prefill_rows, num_params * decode_rows)
+        return macs_ps if macs_ps > read_ps else read_ps
 
     def _states_ps(self, layers: LayerWork, work: Work) -> int:
         macs, requests = layers.num_layers * layers.state_macs, work.chunks + work.decodes

@@ -130,8 +130,25 @@ CROSSING = [
 ]
 
 
-def test_decode_steps_jump_from_piece_to_piece():
-    jumping, stepping = both(scenario_of(BENT, "nopool-16"), trace_of(CROSSING))
+FALLING = {
+    "engine.step_time": "table:kimi-k2.5-nvfp4_gb200_tp4ep4",
+    "engine.tensor_parallel_size": 4,
+    "engine.enable_expert_parallel": "true",
+    "model.name": "kimi-k2.5-nvfp4",
+    "device.name": "gb200",
+    "cluster.instances": 1,
+}
+"""Two requests of Kimi-K2.5 take less at 4,096 tokens than at 1,024."""
+
+
+def test_a_measured_line_may_fall():
+    steps = scenario_of(FALLING, "nopool-16").step_time
+    assert steps.decode_affine_ps(2, 2 * 2_000).slope_ps < 0 < steps.decode_affine_ps(2, 2 * 5_000).slope_ps
+
+
+@pytest.mark.parametrize("settings", [BENT, FALLING])
+def test_decode_steps_jump_from_piece_to_piece(settings):
+    jumping, stepping = both(scenario_of(settings, "nopool-16"), trace_of(CROSSING))
     assert jumping.clock.num_events < stepping.clock.num_events / 10
 
 

@@ -27,8 +27,11 @@ def jumps(draw):
     scale = draw(SCALES)
     base_ps, slope_ps = draw(st.integers(1, 9)) * scale, draw(st.integers(0, 9)) * scale // 10
     context, batch = draw(st.integers(0, 1000)), draw(st.integers(1, 300))
+    if slope_ps and draw(st.booleans()):  # falling, but never to nothing within the steps that are looked at
+        slope_ps = -slope_ps
+        base_ps -= slope_ps * (context + batch * 10**4)
     return (
-        Jump(draw(st.integers(0, 10**15)), 10**6, base_ps, slope_ps, context, batch),
+        Jump(draw(st.integers(0, 10**15)), 10**4, base_ps, slope_ps, context, batch),
         base_ps,
         slope_ps,
         context,
