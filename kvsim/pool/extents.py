@@ -76,7 +76,8 @@ class Extents:
         extents = self._of.setdefault(lineage, [])
         extents.insert(bisect_left(extents, extent), extent)
         self._num_extents += 1
-        self.num_staying += _staying(extent)
+        if extent.mark is not None:
+            self.num_staying += _staying(extent)
         self._enqueue(lineage, extent)
 
     def cut(self, lineage: Lineage, start: int, end: int) -> list[Extent]:
@@ -97,7 +98,8 @@ class Extents:
             outside.append(right)
         extents[first:last] = outside
         self._num_extents += len(outside) - len(cut)
-        self.num_staying -= sum(map(_staying, cut))
+        if self.num_staying:
+            self.num_staying -= sum(map(_staying, cut))
         if not extents:
             del self._of[lineage]
         for part in outside:

@@ -14,7 +14,7 @@ round sizes up and may find no hole). Segments are of one size.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from enum import Enum
 
 from kvcore.eviction.runs import Lineage
@@ -48,6 +48,11 @@ class Memory:
     Segment i is of client i // `segments_per_client`.
     This is `random` with one copy as long as no segment is full before the others are.
     """
+
+    silent: Container[int] = ()
+    """Segments of dead clients that the master still believes in."""
+    deaths: Sequence[tuple[int, int]] = ()
+    """(when the master will notice it, client), in that order."""
 
     def __init__(
         self,
@@ -96,10 +101,6 @@ class Memory:
         """What the client, or nobody in particular, goes by when it reads."""
         return View() if reader is None else View(own=self.segments(reader))
 
-    def is_mourned(self, now_ns: int) -> bool:
-        """Whether the master notices now that somebody is dead."""
-        return False
-
     def _lent(self) -> Iterable[int]:
         return self._ring
 
@@ -134,8 +135,8 @@ class SegmentedMemory(Memory):
         self._places = Places()
         self._used = dict.fromkeys(self._ring, 0)
         self._client = {segment: super(SegmentedMemory, self).client(segment) for segment in self._ring}
-        self._deaths: deque[tuple[int, int]] = deque()
-        self._silent: set[int] = set()
+        self.deaths: deque[tuple[int, int]] = deque()
+        self.silent: set[int] = set()
         self.gone: set[int] = set()
         """Segments that were lost, as the master knows."""
 
@@ -187,26 +188,22 @@ class SegmentedMemory(Memory):
 
     def silence(self, client: int, until_ns: int) -> None:
         """The client is dead, which the master notices at `until_ns`; nothing new gets there."""
-        self._deaths.append((until_ns, client))
-        self._silent.update(self.segments(client))
-
-    def is_mourned(self, now_ns: int) -> bool:
-        """Whether the master notices now that somebody is dead."""
-        return bool(self._deaths) and self._deaths[0][0] <= now_ns
+        self.deaths.append((until_ns, client))
+        self.silent.update(self.segments(client))
 
     def view(self, reader: int | None) -> View:
         """What the client, or nobody in particular, goes by when it reads."""
-        return View(() if reader is None else self.segments(reader), self.gone, self._silent)
+        return View(() if reader is None else self.segments(reader), self.gone, self.silent)
 
     def unmount(self, now_ns: int) -> list[tuple[Lineage, Place]]:
         """Take away the segments of who is noticed to be dead; returns the places that had copies there."""
         lost: set[int] = set()
-        while self.is_mourned(now_ns):
-            lost.update(self.segments(self._deaths.popleft()[1]))
+        while self.deaths and self.deaths[0][0] <= now_ns:
+            lost.update(self.segments(self.deaths.popleft()[1]))
         for segment in lost:
             self.used_bytes -= self._used.pop(segment)
             self.capacity_bytes -= self._segment_bytes
-        self._silent -= lost
+        self.silent -= lost
         self.gone |= lost
         return [(lineage, place) for lineage, place in self._places if not lost.isdisjoint(place.ring)]
 
@@ -236,7 +233,7 @@ class SegmentedMemory(Memory):
         """Blocks of the group that fit in each segment that has room for one."""
         size_bytes = self._block_bytes[group]
         free = {segment: (self._segment_bytes - used) // size_bytes for segment, used in self._used.items()}
-        return {segment: blocks for segment, blocks in free.items() if blocks and segment not in self._silent}
+        return {segment: blocks for segment, blocks in free.items() if blocks and segment not in self.silent}
 
     def _account(self, lineage: Lineage, place: Place, size_bytes: int) -> None:
         for segment, copies in _copies(lineage, place).items():

@@ -111,9 +111,8 @@ class MooncakePool:
         """
         self._tick(now_ns)
         found = self._grant_found(group, segments, runs)
-        view = self._memory.view(reader)
-        if self.disks is not None or view.silent:
-            found = self._readable(group, segments, runs, found, view)
+        if self.disks is not None or self._memory.silent:
+            found = self._readable(group, segments, runs, found, self._memory.view(reader))
         num_found = runs_of.num_blocks(found)
         self.counters.got += num_found
         self.counters.late += runs_of.num_blocks(runs) - num_found
@@ -226,7 +225,7 @@ class MooncakePool:
         assert now_ns >= self._now_ns, (now_ns, self._now_ns)
         self._now_ns = now_ns
         self._grants += 1
-        if self._memory.is_mourned(now_ns):
+        if self._memory.deaths and self._memory.deaths[0][0] <= now_ns:
             self._bury()
         if self.disks is not None:
             self._promote(self.disks)
@@ -306,7 +305,8 @@ class MooncakePool:
 
     def _relieve(self) -> None:
         """Evict down to the watermark: at worst what was just put goes again, unless it may not."""
-        while self.used_bytes > self._watermark_bytes and self._evict():
+        memory = self._memory
+        while memory.used_bytes > self._watermark_bytes and self._evict():
             pass
 
     def _evict(self) -> int:
