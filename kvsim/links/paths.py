@@ -44,6 +44,9 @@ class Path(Protocol):
     def thread_ps(self, site: Site, parcel: Parcel) -> int:
         """What the parcel costs the thread that moves it, before the first byte moves."""
 
+    def spill(self, parcel: Parcel) -> None:
+        """Write the parcel to the instance's own drives; nobody waits for it."""
+
     def links(self) -> Iterator[tuple[str, SharedLink]]:
         """Every link and drive of the instance, after its kind."""
 
@@ -76,6 +79,10 @@ class HostPath:
     def thread_ps(self, site: Site, parcel: Parcel) -> int:
         """Nothing: it is the copy engine's."""
         return 0
+
+    def spill(self, parcel: Parcel) -> None:
+        """There are no drives."""
+        raise AssertionError(parcel)
 
     def links(self) -> Iterator[tuple[str, SharedLink]]:
         """See `Path.links`."""
@@ -127,6 +134,10 @@ class LinkPath:
     def thread_ps(self, site: Site, parcel: Parcel) -> int:
         """Nothing: the link's measured bandwidth has it in it."""
         return 0
+
+    def spill(self, parcel: Parcel) -> None:
+        """See `Path.spill`."""
+        self.drives[self.index].write(parcel.size_bytes, parcel.num_objects, _nothing)
 
     def links(self) -> Iterator[tuple[str, SharedLink]]:
         """See `Path.links`."""
@@ -229,6 +240,11 @@ class NetworkPath:
         """Each object is looked up, unless it is in the private cache."""
         return 0 if site.tier is Tier.HOST else parcel.num_objects * self._costs.object_ps
 
+    def spill(self, parcel: Parcel) -> None:
+        """See `Path.spill`."""
+        assert self._own.drive is not None, parcel
+        self._own.drive.write(parcel.size_bytes, parcel.num_objects, _nothing)
+
     def links(self) -> Iterator[tuple[str, SharedLink]]:
         """See `Path.links`; what lies between is the first instance's."""
         own = self._own
@@ -310,3 +326,7 @@ class NetworkPath:
         assert self._costs.staging_chunk_bytes is not None
         chunk_bytes = min(parcel.size_bytes, self._costs.staging_chunk_bytes)
         self._clock.after(div_ceil(chunk_bytes * PS_PER_S, self._own.host_in.bandwidth_bytes_per_s), on_done)
+
+
+def _nothing() -> None:
+    """Nobody waits."""

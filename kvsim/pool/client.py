@@ -256,11 +256,23 @@ class PoolClient:
             self.stored[site.tier].add(parcel)
         self._put_near(sequence, plan.blocks)
         put = partial(self._store.put, hints=plan.hints, writer=self._means.index)
+        num_on_disk = self._store.counters.offloaded
         rejected = self._per_group(put, sequence, plan.blocks)
+        self._spill(self._store.counters.offloaded - num_on_disk, plan.blocks)
         lost = count_blocks(rejected)
         self._log.add(self._clock.now_ps, Kind.STORED, sequence.index, count_blocks(plan.blocks) - lost, lost)
         self._engine.release(partial(self._stored, sequence, plan, pinned, rejected, self._clock.now_ns))
         end_job()
+
+    def _spill(self, num_objects: int, stored: GroupRuns) -> None:
+        """The store made the pool write so many objects to disk: charge them to the own drives, as large as its own.
+
+        They are written by whose memory they were in; where all store alike, each has as much to write.
+        """
+        if num_objects:
+            parcel = self._means.packing.stored(stored)
+            size_bytes = parcel.size_bytes * num_objects // parcel.num_objects
+            self._path.spill(Parcel(size_bytes, num_objects, num_objects))
 
     def _stored(
         self, sequence: Sequence, plan: Store, pinned: list[Holding], rejected: GroupRuns, ended_ns: int

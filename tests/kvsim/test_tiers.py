@@ -158,6 +158,9 @@ def test_what_memory_evicts_comes_from_disk_through_the_drives(request, over):
     for done in (fast, slow):
         read_bytes = sum(link.read_bytes for path in done.pool.paths for kind, link in path.links() if kind == "NVMe")
         assert fetched(done)[Tier.DISK] == read_bytes > 0
+        moved_bytes = sum(link.moved_bytes for path in done.pool.paths for kind, link in path.links() if kind == "NVMe")
+        (block_bytes,) = done.scenario.block_bytes
+        assert moved_bytes - read_bytes == done.pool.store.counters.offloaded * block_bytes > 0
     assert ttft(slow) > ttft(fast)
 
 
