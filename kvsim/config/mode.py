@@ -51,10 +51,10 @@ class Mode(Table):
     ramp_s: Positive | None = None
     period_s: Positive | None = None
     """Of the daily course; a day unless told otherwise."""
-    peak_ratio: Annotated[float, Field(ge=1, le=2)] | None = None
-    """Highest rate over the mean, of a sinusoid that starts at its lowest."""
+    peak_ratio: Annotated[float, Field(ge=1, le=10)] | None = None
+    """Highest rate over the mean, of a course whose logarithm is a sine and which starts at its lowest."""
     profile: Annotated[tuple[float, ...], PlainValidator(_profile)] | None = None
-    """Instead of a sinusoid: rates of equal parts of the period, of which only the ratios count."""
+    """Instead of it: rates of equal parts of the period, of which only the ratios count."""
     time_scale: Positive = 1.0
     """Recorded times (starts and pauses) are this many times as long: 0.5 replays twice as fast."""
     pacing: Literal["recorded", "open", "after_answer", "start_to_start"] = "recorded"

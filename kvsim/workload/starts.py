@@ -12,10 +12,13 @@ from typing import Protocol
 import numpy as np
 
 from kvsim.config.mode import DAY_S, Mode
-from kvsim.workload.quantiles import Floats
+from kvsim.workload.quantiles import Floats, falling_root
 
 BISECTIONS = 80
 """Halvings of an interval: as far as a double tells times apart."""
+MINUTES = 1_440
+MAX_HEIGHT = 20.0
+"""Of the logarithm's sine: the highest rate is then eleven times the mean."""
 
 
 class Rate(Protocol):
@@ -53,22 +56,6 @@ class Ramp:
 
 
 @dataclass(frozen=True, slots=True)
-class Sinusoid:
-    """From the lowest rate (night) at 0 over the highest in the middle of the period."""
-
-    rate_per_s: float
-    """Mean."""
-    peak_ratio: float
-    """Highest over mean; the lowest is as far below the mean as the highest is above."""
-    period_s: float
-
-    def expected(self, time_s: Floats) -> Floats:
-        """The mean's line and a sine."""
-        turn = 2 * math.pi / self.period_s
-        return self.rate_per_s * (time_s - (self.peak_ratio - 1) * np.sin(turn * time_s) / turn)
-
-
-@dataclass(frozen=True, slots=True)
 class Profile:
     """Constant in each of equal parts of a period, which repeats."""
 
@@ -98,8 +85,21 @@ def rate_of(mode: Mode) -> Rate:
     if mode.profile is not None:
         return Profile(rate_per_s, mode.profile, period_s)
     if mode.peak_ratio is not None:
-        return Sinusoid(rate_per_s, mode.peak_ratio, period_s)
+        return Profile(rate_per_s, day_of(mode.peak_ratio), period_s)
     return Constant(rate_per_s)
+
+
+def day_of(peak_ratio: float) -> tuple[float, ...]:
+    """A day in minutes whose rate's logarithm is a sine, from the lowest (night) over the highest and back.
+
+    exp(a sin) has exp(a) / I0(a) as its highest over its mean, and exp(2a) as its highest over its lowest. With 1.7 as
+    the one, the other is 3.5; with 2.8 it is 23: DynamoLLM (HPCA 2025) measured 3.3 and 34.6 in Azure's traces of
+    conversation and coding of May 2024. A plain sine with 1.7 has 5.7, and none has 2.8.
+    """
+    height = falling_root(lambda a: peak_ratio - math.exp(a) / float(np.i0(a)), 0.0, MAX_HEIGHT)
+    middles = (np.arange(MINUTES) + 0.5) / MINUTES
+    day: tuple[float, ...] = tuple(np.exp(-height * np.cos(2 * math.pi * middles)).tolist())
+    return day
 
 
 def drawn_s(rate: Rate, count: int, random: np.random.Generator) -> Floats:

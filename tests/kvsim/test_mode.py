@@ -185,7 +185,7 @@ def test_a_longer_answer_is_another_text_that_no_prompt_is_taken_to_hold():
         ({"starts": "ramp", "rate_per_s": 1.0, "end_rate_per_s": 0.0, "ramp_s": 2.0}, "greater than 0"),
         ({"starts": "diurnal", "rate_per_s": 1.0}, "peak_ratio or profile with starts = diurnal, one of them"),
         ({"starts": "diurnal", "rate_per_s": 1.0, "peak_ratio": 1.5, "profile": [1]}, "one of them"),
-        ({"starts": "diurnal", "rate_per_s": 1.0, "peak_ratio": 2.5}, "less than or equal to 2"),
+        ({"starts": "diurnal", "rate_per_s": 1.0, "peak_ratio": 11.0}, "less than or equal to 10"),
         ({"starts": "diurnal", "rate_per_s": 1.0, "profile": [0, 0]}, "none below 0 and one above"),
         ({"starts": "diurnal", "rate_per_s": 1.0, "profile": 3}, "a list of rates of equal parts of the period"),
         ({"period_s": 60.0}, "period_s with starts = diurnal, not recorded"),

@@ -16,7 +16,7 @@ import pytest
 from kvsim.config.mode import Mode
 from kvsim.workload.agentic import Agentic, generate
 from kvsim.workload.offered import offered
-from kvsim.workload.starts import Constant, Profile, Ramp, Sinusoid, drawn_s, rate_of
+from kvsim.workload.starts import Constant, Profile, Ramp, day_of, drawn_s, rate_of
 
 SEEDS = range(20)
 NUM_STARTS = 4_000
@@ -103,7 +103,7 @@ def test_sessions_of_a_workload_are_a_poisson_process():
 
 RAMP = Ramp(rate_per_s=1.0, end_rate_per_s=5.0, ramp_s=1_000.0)
 FALLING = Ramp(rate_per_s=6.0, end_rate_per_s=0.5, ramp_s=800.0)
-DAY = Sinusoid(rate_per_s=2.0, peak_ratio=1.7, period_s=600.0)
+DAY = Profile(rate_per_s=2.0, weights=day_of(1.7), period_s=600.0)
 HOURS = Profile(rate_per_s=2.0, weights=(1.0, 0.0, 4.0, 3.0), period_s=500.0)
 
 
@@ -112,8 +112,13 @@ def ramp_at(ramp):
     return lambda time_s: ramp.rate_per_s + slope * time_s if time_s < ramp.ramp_s else ramp.end_rate_per_s
 
 
+HEIGHT = 0.6264
+LEVEL = 2.0 / float(np.i0(HEIGHT))
+
+
 def day_at(time_s):
-    return 2.0 * (1 - 0.7 * math.cos(2 * math.pi * time_s / 600.0))
+    """With the height that gives 1.7: exp(0.6264) / I0(0.6264)."""
+    return LEVEL * math.exp(-HEIGHT * math.cos(2 * math.pi * time_s / 600.0))
 
 
 def hours_at(time_s):
@@ -171,5 +176,17 @@ def test_a_mode_names_its_rate():
     day = {"starts": "diurnal", "rate_per_s": 2.0}
     assert rate_of(Mode(starts="poisson", rate_per_s=2.0)) == Constant(2.0)
     assert rate_of(Mode(starts="ramp", rate_per_s=0.0, end_rate_per_s=2.0, ramp_s=9.0)) == Ramp(0.0, 2.0, 9.0)
-    assert rate_of(Mode(**day, peak_ratio=1.7)) == Sinusoid(2.0, 1.7, 86_400.0)
+    assert rate_of(Mode(**day, peak_ratio=1.7)) == Profile(2.0, day_of(1.7), 86_400.0)
     assert rate_of(Mode(**day, profile=[1, 3], period_s=60.0)) == Profile(2.0, (1.0, 3.0), 60.0)
+
+
+@pytest.mark.parametrize(("peak_ratio", "over_lowest"), [(1.0, 1.0), (1.7, 3.50), (2.8, 23.2), (10.0, None)])
+def test_a_day_has_the_peak_that_is_asked_for(peak_ratio, over_lowest):
+    """Azure, May 2024 (DynamoLLM): conversation 1.7 and 3.3, coding 2.8 and 34.6."""
+    day = np.array(day_of(peak_ratio))
+    assert day.max() / day.mean() == pytest.approx(peak_ratio, rel=1e-4)
+    assert over_lowest is None or day.max() / day.min() == pytest.approx(over_lowest, rel=0.01)
+    assert np.argmax(day) in (719, 720) and np.argmin(day) in (0, 1439)
+    assert np.allclose(
+        np.diff(np.log(day), 2), -((2 * math.pi / 1440) ** 2) * (np.log(day)[1:-1] - np.log(day).mean()), atol=1e-8
+    )
