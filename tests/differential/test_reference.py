@@ -16,6 +16,7 @@ from kvsim.scheduler import Scheduler
 from kvsim.workload.agentic import Agentic, generate
 from kvsim.workload.claude_code import session_files
 from kvsim.workload.load import load_trace
+from kvsim.workload.offered import offered
 from tests.kvsim.small_runs import ASKS, ENGINES, Ask, engine, events, scenario_of, trace_of
 from tests.support import shared_data
 
@@ -102,6 +103,24 @@ def test_identical_sessions_on_identical_instances():
     trace = generate(Agentic(sessions=8, turns=4, common_len=1_000, first_len=500, turn_len=100, output_len=200))
     seen = compare(scenario_of({"cluster.instances": 3, "engine.num_gpu_blocks": 600}), trace)
     assert seen["FINISHED"] == 32 and seen["hits"] > 0, seen
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"starts": "poisson", "rate_per_s": 2.0, "pacing": "start_to_start", "turn_delay_s": 3.0},
+        {"starts": "all_at_once", "max_sessions": 5, "stop_after_sessions": 3},
+        {"pacing": "open", "turn_delay_s": 0.5, "min_output_len": 90, "stop_after_s": 0.7},
+    ],
+)
+def test_sessions_that_are_offered_in_a_mode(mode):
+    """Whoever schedules, arrivals are the same, and the end comes at the same event."""
+    trace = generate(Agentic(sessions=12, turns=3, common_len=512, first_len=600, turn_len=200, output_len=60))
+    settings = engine(2, 16, 20_000, 1024, 2048, 0.0) | {f"workload.{key}": value for key, value in mode.items()}
+    scenario = scenario_of(settings)
+    counts = compare(scenario, offered(trace, scenario.workload, seed=4))
+    assert counts["hits"] > 0
+    assert (counts["STOPPED"] > 0) == any(key.startswith("stop") for key in mode)
 
 
 def test_long_answers_that_do_not_fit_together():
