@@ -22,7 +22,8 @@ demo-connector: $(VENV)/.dev
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory $(VENV)/.engine || echo "make: no engine here; its tests are skipped and counted" >&2
 	@.ci/install-browser || echo "make: no browser here; its tests are skipped and counted" >&2
-	@$(BIN)/python -m pytest --hypothesis-profile=ci -q
+	@$(BIN)/python -m pytest --hypothesis-profile=ci -q -n 2 -m "not engine and not store"
+	@$(BIN)/python -m pytest --hypothesis-profile=ci -q -m "engine or store"
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check --quiet .
