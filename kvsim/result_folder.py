@@ -9,7 +9,7 @@ steps.parquet, transfers.parquet, loads.parquet, fills.parquet      what machine
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -68,20 +68,23 @@ def write(folder: Path, simulation: "Simulation", metrics: Document, trace: Trac
 
 def read(folder: Path) -> Result:
     """The result in the folder; raises InvalidArgument for anything that `write` has not written."""
-    texts = {name: _text(folder, name) for name in ("scenario.toml", "metrics.json", "run.json")}
-    run = json.loads(texts["run.json"])
-    if run["version"] != VERSION:
-        raise InvalidArgument("version", run["version"], f"{VERSION} in {folder / 'run.json'}: run the scenario again")
+    scenario = _parsed(folder, "scenario.toml", tomllib.loads)
+    metrics, run = (_parsed(folder, name, json.loads) for name in ("metrics.json", "run.json"))
+    if run.get("version") != VERSION:
+        fix = f"{VERSION} in {folder / 'run.json'}: run the scenario again"
+        raise InvalidArgument("version", run.get("version"), fix)
     tables = (parquet.read(folder / f"{name}.parquet", name, VERSION) for name in TABLES)
-    return Result(folder, tomllib.loads(texts["scenario.toml"]), json.loads(texts["metrics.json"]), run, *tables)
+    return Result(folder, scenario, metrics, run, *tables)
 
 
-def _text(folder: Path, name: str) -> str:
+def _parsed(folder: Path, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        return (folder / name).read_text(encoding="utf-8")
-    except OSError as error:
-        reason = f"a folder that `kvsim run --out` has written ({name}: {error.strerror})"
-        raise InvalidArgument("folder", str(folder), reason) from None
+        found: dict[str, Any] = parse((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        fix = f"a folder that `kvsim run --out` has written ({name}: {reason})"
+        raise InvalidArgument("folder", str(folder), fix) from None
+    return found
 
 
 def _about(simulation: "Simulation", events: Events, trace: Trace) -> Document:

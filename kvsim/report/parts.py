@@ -77,9 +77,7 @@ def plain(values: Sequence[float] | Values, digits: int = 5) -> list[float | Non
 def held(edges: list[float | None], y: list[float | None]) -> tuple[list[float | None], list[float | None]]:
     """Steps, one for each interval whose y is known: each lasts until the next one, or to the end."""
     at = [number for number, value in enumerate(y) if value is not None]
-    return (
-        ([*(edges[number] for number in at), edges[-1]], [*(y[number] for number in at), y[at[-1]]]) if at else ([], [])
-    )
+    return [*(edges[number] for number in at), *edges[-1:][: len(at)]], [y[number] for number in [*at, *at[-1:]]]
 
 
 def size(size_bytes: int) -> str:
@@ -174,15 +172,19 @@ def log_ticks(data: Sequence[Trace]) -> dict[str, Any]:
     least, most = min(values), max(values)
     decades = math.log10(most / least)
     if decades < NARROW_DECADES:
-        step = nice_step((most - least) / 5)
-        ticks = [step * count for count in range(max(1, math.ceil(least / step)), math.floor(most / step) + 1)] or [
-            least
-        ]
+        ticks = _evenly(least, most)
     else:
         powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
         digits = next(digits for limit, digits in DIGITS if decades <= limit)
         ticks = [digit * 10.0**power for power in powers for digit in digits]
     return {"tickvals": ticks, "ticktext": [f"{tick:.6g}" for tick in ticks]}
+
+
+def _evenly(least: float, most: float) -> list[float]:
+    """Round numbers between the two, at least one."""
+    step = nice_step((most - least) / 5)
+    first, last = max(1, math.ceil(least / step)), math.floor(most / step)
+    return [step * count for count in range(first, last + 1)] or [least]
 
 
 def nice_step(at_least: float) -> float:

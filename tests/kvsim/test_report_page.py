@@ -136,6 +136,8 @@ def test_what_is_no_result_is_one_line(folders, tmp_path):
     about = json.loads((broken / "run.json").read_text())
     (broken / "run.json").write_text(json.dumps({**about, "version": 0}))
     assert "run the scenario again" in refused("report", broken)
+    (broken / "metrics.json").write_text("{")
+    assert "has written (metrics.json: " in refused("report", broken)
 
 
 def test_the_trace_may_be_gone(tmp_path, trace):
