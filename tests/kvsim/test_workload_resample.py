@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import InvalidArgument
@@ -47,11 +47,11 @@ def rows_of(trace):
     return found
 
 
-def held(trace, session, block_size=1):
-    """The blocks that a session's prompts hold, by name."""
+def held(trace, session, block_size=1, most=12_000):
+    """The first blocks that a session's prompts hold, by name."""
     blocks = set()
     for index in np.flatnonzero(trace.session == session):
-        limit = int(trace.input_len[index]) // block_size
+        limit = min(most, int(trace.input_len[index]) // block_size)
         for stream, start, end in trace.segments(int(index), block_size):
             blocks |= {(stream, block) for block in range(start, min(end, limit))}
     return blocks
@@ -207,6 +207,7 @@ def test_an_answer_that_sessions_share_as_a_whole_stays_shared():
     assert alone.segments(0, 16) != alone.segments(1, 16)
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 30), st.integers(0, 99))
 def test_any_way_to_share_keeps_the_order_of_what_is_shared_most(copies, seed):
     trace = codex(Codex(sessions=5), seed=2)
