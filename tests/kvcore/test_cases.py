@@ -192,7 +192,7 @@ MILLION = windows(4, 16, 32, 64)
 
 
 def asked_for(model, num_tokens, present):
-    """(hit, keys, rounds, seconds of this thread) of a dialogue about a cold prompt with a pool that holds `present`."""
+    """(hit, keys, rounds, seconds of this thread) of a dialogue about a cold prompt, the pool holding `present`."""
     planner = Planner(model)
     start = time.thread_time()
     frontier = planner.frontier(0, num_tokens)
