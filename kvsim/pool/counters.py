@@ -27,7 +27,7 @@ class PoolCounters:
     """Of these, those on disk that did not fit the buffer of who reads them."""
     put: int = 0
     rejected: int = 0
-    """Puts refused for want of space."""
+    """Puts refused for want of space, or sent to a client that is dead."""
     removed: int = 0
     removed_from_disk: int = 0
     """Of these, those that were on disk alone."""

@@ -7,7 +7,8 @@ Semantics of 0.3.13 (mooncake-store, `allocation_strategy.h` and `MasterService:
 - `free_ratio_first`: of the segments drawn (6 for each copy) those of which most is free;
 - `local_first`: with one copy, the writer's own while there is room, else `random`;
 - copies of an object are in different segments, as many as there is room for, at least one;
-- a preferred segment is tried before all others.
+- a preferred segment is tried before all others;
+- a client that is dead, and not yet noticed, is given objects as before, and a put fails of which any copy is there.
 
 Objects do not fragment a segment here: a block fits where its bytes are free (its allocators, `offset` and `cachelib`,
 round sizes up and may find no hole). Segments are of one size.
@@ -17,8 +18,9 @@ from collections import Counter, deque
 from collections.abc import Container, Iterable, Sequence
 from enum import Enum
 
+from kvcore import runs as runs_of
 from kvcore.eviction.runs import Lineage
-from kvcore.types import GroupId
+from kvcore.types import GroupId, Run, Runs
 from kvcore.units import NS_PER_S
 from kvsim.pool.places import Place, Places, Ring, phase
 from kvsim.pool.sources import View
@@ -71,10 +73,10 @@ class Memory:
         """How many of so many new blocks find room."""
         return min(num_blocks, (self.capacity_bytes - self.used_bytes) // self._block_bytes[group])
 
-    def fill(self, lineage: Lineage, start: int, end: int, writer: int | None) -> int:
-        """Put blocks [start, end) somewhere; returns the end of those that found room."""
+    def fill(self, lineage: Lineage, start: int, end: int, writer: int | None) -> Runs:
+        """Put blocks [start, end) somewhere; returns those that were written."""
         self.used_bytes += (end - start) * self._block_bytes[lineage[0]]
-        return end
+        return ((start, end),) if start < end else ()
 
     def free(self, lineage: Lineage, start: int, end: int) -> None:
         """Give back what blocks [start, end), all of which are here, took."""
@@ -166,16 +168,20 @@ class SegmentedMemory(Memory):
             free = {i: left for i, left in free.items() if left > 0}
         return placed
 
-    def fill(self, lineage: Lineage, start: int, end: int, writer: int | None) -> int:
-        """Put blocks [start, end) where the strategy says; returns the end of those that found room."""
-        size_bytes = self._block_bytes[lineage[0]]
+    def fill(self, lineage: Lineage, start: int, end: int, writer: int | None) -> Runs:
+        """Put blocks [start, end) where the strategy says; returns those that found room, and no dead client."""
+        size_bytes, failed, first = self._block_bytes[lineage[0]], list[Run](), start
         while start < end and (free := self._free(lineage[0])):
             ring, copies, count = self._deal(free, end - start, writer)
             place = Place(start, start + count, ring, copies)
             self._places.add(lineage, place)
             self._account(lineage, place, size_bytes)
+            if self.silent:
+                failed += place.blocks(phase(lineage), lambda holders: not self.silent.isdisjoint(holders))
             start += count
-        return start
+        for run in failed:
+            self.free(lineage, *run)
+        return runs_of.subtract(((first, start),) if first < start else (), tuple(failed))
 
     def free(self, lineage: Lineage, start: int, end: int) -> None:
         """Give back what the copies of blocks [start, end) took."""
@@ -187,7 +193,7 @@ class SegmentedMemory(Memory):
         return self._places.overlapping(lineage, start, end)
 
     def silence(self, client: int, until_ns: int) -> None:
-        """The client is dead, which the master notices at `until_ns`; nothing new gets there."""
+        """The client is dead, which the master notices at `until_ns`; what it sends there fails."""
         self.deaths.append((until_ns, client))
         self.silent.update(self.segments(client))
 
@@ -233,7 +239,7 @@ class SegmentedMemory(Memory):
         """Blocks of the group that fit in each segment that has room for one."""
         size_bytes = self._block_bytes[group]
         free = {segment: (self._segment_bytes - used) // size_bytes for segment, used in self._used.items()}
-        return {segment: blocks for segment, blocks in free.items() if blocks and segment not in self.silent}
+        return {segment: blocks for segment, blocks in free.items() if blocks}
 
     def _account(self, lineage: Lineage, place: Place, size_bytes: int) -> None:
         for segment, copies in _copies(lineage, place).items():

@@ -142,7 +142,7 @@ class MooncakePool:
         hints: Hints = NO_HINTS,
         writer: int | None = None,
     ) -> Runs:
-        """Store the blocks of `runs`; returns those refused for want of space, the last ones of the sequence.
+        """Store the blocks of `runs`; returns those refused for want of space, the last ones, or lost on a dead client.
 
         Blocks that are here already stay as they are, pinned or not.
         """
@@ -157,7 +157,8 @@ class MooncakePool:
         refused = self._insert(group, segments, absent, self._pins.mark(hints, self._now_ns), writer)
         if refused:
             rejected = runs_of.union(rejected, refused)
-        self.counters.rejected += runs_of.num_blocks(rejected)
+        if rejected:
+            self.counters.rejected += runs_of.num_blocks(rejected)
         self._relieve()
         if self.on_put is not None:
             self.on_put(now_ns * PS_PER_NS)
@@ -280,23 +281,22 @@ class MooncakePool:
     def _insert(
         self, group: GroupId, segments: Segments, absent: Sequence[Piece], mark: Mark | None, writer: int | None
     ) -> Runs:
-        """Put the pieces in memory; returns what found no room after all."""
+        """Put the pieces in memory; returns what could not be written."""
         refused: list[Run] = []
         for lineage, start, end in absent:
-            filled = self._memory.fill(lineage, start, end, writer)
-            if filled < end:
-                refused.append((filled, end))
-            if start == filled:
-                continue
-            self._extents.add(lineage, Extent(start, filled, self._now_ns, self._grants, mark))
-            if mark is not None and mark.pin is not Pin.NONE:
-                self._may_overstay |= mark.pin is Pin.HARD or self._soft_pins is SoftPins.STAY
-                self._pins.note(lineage, mark)
-            self.num_objects += filled - start
-            self.counters.put += filled - start
-            if self.disks is not None and self.disks.offload is Offload.ON_PUT:
-                self._write(self.disks, lineage, start, filled)
-        return runs_of.normalize(refused)
+            written = self._memory.fill(lineage, start, end, writer)
+            if written != ((start, end),):
+                refused += runs_of.subtract(((start, end),), written)
+            for first, last in written:
+                self._extents.add(lineage, Extent(first, last, self._now_ns, self._grants, mark))
+                if mark is not None and mark.pin is not Pin.NONE:
+                    self._may_overstay |= mark.pin is Pin.HARD or self._soft_pins is SoftPins.STAY
+                    self._pins.note(lineage, mark)
+                self.num_objects += last - first
+                self.counters.put += last - first
+                if self.disks is not None and self.disks.offload is Offload.ON_PUT:
+                    self._write(self.disks, lineage, first, last)
+        return runs_of.normalize(refused) if refused else ()
 
     def _leave(self, lineage: Lineage, start: int, end: int) -> None:
         """Blocks whose extents are cut leave memory."""
@@ -365,12 +365,11 @@ class MooncakePool:
         promoted = 0
         for lineage, start, end in disks.promoted(self._now_ns):
             held = runs_of.normalize(self._extents.held(lineage, start, end))
-            for first, last in runs_of.subtract(((start, end),), held):
-                fits = first + self._memory.room(lineage[0], last - first, None)
-                filled = self._memory.fill(lineage, first, fits, None) if first < fits else first
-                if first < filled:
-                    self._extents.add(lineage, Extent(first, filled, self._now_ns, self._grants))
-                promoted += filled - first
+            for absent, stop in runs_of.subtract(((start, end),), held):
+                stop = absent + self._memory.room(lineage[0], stop - absent, None)
+                for first, last in self._memory.fill(lineage, absent, stop, None):
+                    self._extents.add(lineage, Extent(first, last, self._now_ns, self._grants))
+                    promoted += last - first
         self.num_objects += promoted
         self.counters.promoted += promoted
         if promoted:

@@ -151,6 +151,8 @@ def test_places_copies_refusals_and_losses_are_a_real_masters(pair):
     firsts = {name: holders[0] for name, holders in pair.holders(doubles).items()}
     some = [next(name for name in doubles if firsts[name] == segment) for segment in (0, 1)]
     assert [bool(pair.client.get(str(name))) for name in some] == [False, True]
+    # What the master gives it meanwhile fails, and with it what has a copy elsewhere.
+    assert not pair.put("doomed", 2)
     if time.monotonic() - died_s < TTL_S - 0.3:
         assert pair.present(singles) == set(singles)
     left = {name for name in singles if one.holders(name) == (1,)}
@@ -159,6 +161,8 @@ def test_places_copies_refusals_and_losses_are_a_real_masters(pair):
     assert all(one.exists(name, (1 + TTL_S) * 10**9 - 1) for name in singles)
     two.pool.lose_client(0, 10**9)
     assert [two.get(name, 10**9 + 1) for name in doubles] == [two.holders(name)[0] == 1 for name in doubles]
+    two.now_ns = 10**9 + 1
+    assert not two.put(900)
 
     # Then it is gone, and what has a copy elsewhere stays.
     deadline = died_s + TTL_S + 5

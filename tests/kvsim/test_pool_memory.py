@@ -44,7 +44,7 @@ def test_no_segment_overflows_and_what_is_given_back_is_free(clients, blocks, st
             memory.free(*held.pop())
         elif size:
             room = memory.room(G, size, writer % clients)
-            filled = memory.fill(lineage(index), 0, size, writer % clients)
+            filled = num_blocks(memory.fill(lineage(index), 0, size, writer % clients))
             assert filled >= room if copies == 1 else filled >= min(room, 1)
             if filled < size:
                 assert sum(used_blocks(memory, clients)) == clients * blocks, "it ends when all are full"
@@ -88,7 +88,7 @@ def test_copies_are_in_neighbouring_segments_of_which_none_has_two():
 
 def test_there_are_fewer_copies_where_there_is_room_for_fewer():
     memory = segmented(2, 4, copies=3)
-    assert memory.fill(lineage(1), 0, 9, None) == 4
+    assert memory.fill(lineage(1), 0, 9, None) == ((0, 4),)
     assert used_blocks(memory, 2) == [4, 4]
     assert memory.places(lineage(1), 0, 4)[0].copies == 2
 
@@ -227,11 +227,21 @@ def test_what_has_a_copy_elsewhere_survives():
     assert store.used_bytes == 0
 
 
-def test_nothing_goes_to_a_dead_client_and_to_one_that_returns_it_does():
-    store = losing()
+@pytest.mark.parametrize(("copies", "failed"), [(1, 10), (2, 20), (4, 40)])
+def test_puts_of_which_a_copy_goes_to_a_dead_client_fail_until_it_is_noticed(copies, failed):
+    store = losing(copies)
     other = ((StreamId(2), 0, 40),)
-    store.put(G, other, ALL, 6)
-    assert {source.client for source in store.sources(G, other, ALL)} == {0, 1, 3}
+    refused = store.put(G, other, ALL, 6)
+    assert num_blocks(refused) == failed == store.counters.rejected
+    assert store.holds(G, other, ALL) == subtract(ALL, refused)
+    store.audit()
+    assert store.put(G, other, ALL, 5 + TTL) == ()
+    assert {source.client for source in store.sources(G, other, ALL)} <= {0, 1, 3}
+    store.audit()
+
+
+def test_a_client_that_returns_is_given_objects_again():
+    store = losing()
     store.mount(2, 40)
     third = ((StreamId(3), 0, 40),)
     store.put(G, third, ALL, 41)
