@@ -220,15 +220,13 @@ class PoolClient:
         if any(absent):
             parcel = self._means.packing.stored(absent)
             self.stored[Tier.HOST].add(parcel)
-            self._path.send(HOST, parcel, partial(self._put_near, sequence, absent))
+            self._path.send(HOST, parcel, partial(self._put_near, self._host, sequence, absent))
 
-    def _put_near(self, sequence: Sequence, blocks: GroupRuns) -> None:
-        if self._host is None:
-            return
-        before_bytes = self._host.used_bytes
-        self._host.put(sequence.names, blocks)
+    def _put_near(self, host: HostCache, sequence: Sequence, blocks: GroupRuns) -> None:
+        before_bytes = host.used_bytes
+        host.put(sequence.names, blocks)
         if self.record_host is not None:
-            self.record_host(self._clock.now_ps, self._host.used_bytes - before_bytes)
+            self.record_host(self._clock.now_ps, host.used_bytes - before_bytes)
 
     def _loaded(self, sequence: Sequence, plan: Load, failed: GroupRuns) -> None:
         assert sequence.kv is not None
@@ -241,24 +239,32 @@ class PoolClient:
 
     def _send(self, sequence: Sequence, plan: Store, pinned: list[Holding], end_job: Action) -> None:
         """A thread has the store: the pool gets all, the private cache what it has not."""
-        weights = tuple(weight for _, weight in self._means.puts_to)
-        parts = divided(self._means.packing.stored(plan.blocks), weights)
-        shipments = [(site, part) for (site, _), part in zip(self._means.puts_to, parts, strict=True)]
+        shipments = self._to_pool(self._means.packing.stored(plan.blocks))
         if self._host is not None:
             absent = minus(plan.blocks, self._host.holds(sequence.names, plan.blocks))
             shipments += [(HOST, self._means.packing.stored(absent))] if any(absent) else []
         self._ship(self._path.send, shipments, partial(self._written, sequence, plan, pinned, shipments, end_job))
+
+    def _to_pool(self, parcel: Parcel) -> list[Shipment]:
+        """In parts by where it goes."""
+        puts_to = self._means.puts_to
+        if len(puts_to) == 1:
+            return [(puts_to[0][0], parcel)]
+        parts = divided(parcel, [weight for _, weight in puts_to])
+        return [(site, part) for (site, _), part in zip(puts_to, parts, strict=True)]
 
     def _written(
         self, sequence: Sequence, plan: Store, pinned: list[Holding], shipments: list[Shipment], end_job: Action
     ) -> None:
         for site, parcel in shipments:
             self.stored[site.tier].add(parcel)
-        self._put_near(sequence, plan.blocks)
+        if self._host is not None:
+            self._put_near(self._host, sequence, plan.blocks)
         put = partial(self._store.put, hints=plan.hints, writer=self._means.index)
         num_on_disk = self._store.counters.offloaded
         rejected = self._per_group(put, sequence, plan.blocks)
-        self._spill(self._store.counters.offloaded - num_on_disk, plan.blocks)
+        if self._store.counters.offloaded > num_on_disk:
+            self._spill(self._store.counters.offloaded - num_on_disk, plan.blocks)
         lost = count_blocks(rejected)
         self._log.add(self._clock.now_ps, Kind.STORED, sequence.index, count_blocks(plan.blocks) - lost, lost)
         self._engine.release(partial(self._stored, sequence, plan, pinned, rejected, self._clock.now_ns))
@@ -269,10 +275,9 @@ class PoolClient:
 
         They are written by whose memory they were in; where all store alike, each has as much to write.
         """
-        if num_objects:
-            parcel = self._means.packing.stored(stored)
-            size_bytes = parcel.size_bytes * num_objects // parcel.num_objects
-            self._path.spill(Parcel(size_bytes, num_objects, num_objects))
+        parcel = self._means.packing.stored(stored)
+        size_bytes = parcel.size_bytes * num_objects // parcel.num_objects
+        self._path.spill(Parcel(size_bytes, num_objects, num_objects))
 
     def _stored(
         self, sequence: Sequence, plan: Store, pinned: list[Holding], rejected: GroupRuns, ended_ns: int
