@@ -15,7 +15,7 @@ memory is freed after that), the disks of all clients fill alike, and blocks go 
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,7 +23,7 @@ from kvcore import runs as runs_of
 from kvcore.eviction.runs import Lineage, Piece
 from kvcore.types import Run, Runs
 from kvsim.pool.extents import ORDINARY, Extent, Extents
-from kvsim.pool.places import Place, Places, phase
+from kvsim.pool.places import Place, Places, copies_by_segment, phase
 
 
 class DiskEviction(Enum):
@@ -73,7 +73,8 @@ class Disks:
     ) -> None:
         self._client_bytes = client_bytes
         self.num_clients = num_clients
-        """Who has a disk now."""
+        """Who is alive and has a disk."""
+        self._stranded_bytes = 0
         self._most_bytes = client_bytes * num_clients
         self._block_bytes = block_bytes
         self._buffer_bytes = buffer_bytes
@@ -93,8 +94,16 @@ class Disks:
 
     @property
     def capacity_bytes(self) -> int:
-        """Of all disks."""
-        return self._client_bytes * self.num_clients
+        """Of all disks; of those of the dead, as long as the master believes in them, what was on them."""
+        return self._client_bytes * self.num_clients + self._stranded_bytes
+
+    def resize(self, num_clients: int, silent: Container[int]) -> None:
+        """So many clients are alive; what is on disks of `silent` segments exists, and leaves no room beside it."""
+        self.num_clients = num_clients
+        self._stranded_bytes = 0
+        for lineage, place in self._places:
+            blocks = sum(count for segment, count in copies_by_segment(lineage, place).items() if segment in silent)
+            self._stranded_bytes += blocks * self._block_bytes[lineage[0]]
 
     def held(self, lineage: Lineage, start: int, end: int) -> list[Run]:
         """The blocks of [start, end) that are on disk, as runs that may touch."""

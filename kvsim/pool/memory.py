@@ -22,7 +22,7 @@ from kvcore import runs as runs_of
 from kvcore.eviction.runs import Lineage
 from kvcore.types import GroupId, Run, Runs
 from kvcore.units import NS_PER_S
-from kvsim.pool.places import Place, Places, Ring, phase
+from kvsim.pool.places import Place, Places, Ring, copies_by_segment, phase
 from kvsim.pool.sources import View
 
 DEFAULT_CLIENT_TTL_NS = 10 * NS_PER_S
@@ -53,8 +53,8 @@ class Memory:
 
     silent: Container[int] = ()
     """Segments of dead clients that the master still believes in."""
-    deaths: Sequence[tuple[int, int]] = ()
-    """(when the master will notice it, client), in that order."""
+    deaths: Sequence[tuple[int, Ring]] = ()
+    """(when the master will notice it, the segments that died), in that order."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Memory:
 
     @property
     def num_clients(self) -> int:
-        """Those that lend something now."""
+        """Those that are alive and lend something now."""
         return len({self.client(segment) for segment in self._lent()})
 
     def client(self, segment: int) -> int:
@@ -137,7 +137,7 @@ class SegmentedMemory(Memory):
         self._places = Places()
         self._used = dict.fromkeys(self._ring, 0)
         self._client = {segment: super(SegmentedMemory, self).client(segment) for segment in self._ring}
-        self.deaths: deque[tuple[int, int]] = deque()
+        self.deaths: deque[tuple[int, Ring]] = deque()
         self.silent: set[int] = set()
         self.gone: set[int] = set()
         """Segments that were lost, as the master knows."""
@@ -194,8 +194,9 @@ class SegmentedMemory(Memory):
 
     def silence(self, client: int, until_ns: int) -> None:
         """The client is dead, which the master notices at `until_ns`; what it sends there fails."""
-        self.deaths.append((until_ns, client))
-        self.silent.update(self.segments(client))
+        died = tuple(segment for segment in self.segments(client) if segment not in self.silent)
+        self.deaths.append((until_ns, died))
+        self.silent.update(died)
 
     def view(self, reader: int | None) -> View:
         """What the client, or nobody in particular, goes by when it reads."""
@@ -205,7 +206,7 @@ class SegmentedMemory(Memory):
         """Take away the segments of who is noticed to be dead; returns the places that had copies there."""
         lost: set[int] = set()
         while self.deaths and self.deaths[0][0] <= now_ns:
-            lost.update(self.segments(self.deaths.popleft()[1]))
+            lost.update(self.deaths.popleft()[1])
         for segment in lost:
             self.used_bytes -= self._used.pop(segment)
             self.capacity_bytes -= self._segment_bytes
@@ -226,14 +227,14 @@ class SegmentedMemory(Memory):
         self._places.audit()
         used = Counter[int]()
         for lineage, place in self._places:
-            for segment, copies in _copies(lineage, place).items():
+            for segment, copies in copies_by_segment(lineage, place).items():
                 used[segment] += copies * self._block_bytes[lineage[0]]
         assert all(used[segment] == size_bytes for segment, size_bytes in self._used.items()), (used, self._used)
         assert all(size_bytes <= self._segment_bytes for size_bytes in self._used.values()), self._used
         assert sum(self._used.values()) == self.used_bytes, (self._used, self.used_bytes)
 
     def _lent(self) -> Iterable[int]:
-        return self._used
+        return self._used.keys() - self.silent
 
     def _free(self, group: GroupId) -> dict[int, int]:
         """Blocks of the group that fit in each segment that has room for one."""
@@ -242,7 +243,7 @@ class SegmentedMemory(Memory):
         return {segment: blocks for segment, blocks in free.items() if blocks}
 
     def _account(self, lineage: Lineage, place: Place, size_bytes: int) -> None:
-        for segment, copies in _copies(lineage, place).items():
+        for segment, copies in copies_by_segment(lineage, place).items():
             if segment in self._used:
                 self._used[segment] += copies * size_bytes
                 self.used_bytes += copies * size_bytes
@@ -277,12 +278,3 @@ class SegmentedMemory(Memory):
         ring = tuple(sorted(segment for segment in ranked if free[segment] >= emptiest))
         rest = [blocks for blocks in free.values() if blocks < emptiest]
         return ring, emptiest - max(rest) if rest else emptiest
-
-
-def _copies(lineage: Lineage, place: Place) -> Counter[int]:
-    """How many copies of the place's blocks each segment of its ring holds."""
-    held = Counter[int]()
-    for index, count in enumerate(place.counts(phase(lineage))):
-        for segment in place.holders(index):
-            held[segment] += count
-    return held

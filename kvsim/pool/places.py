@@ -7,6 +7,7 @@ mean, and differs from it by less than one block, where the master's own number 
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -129,3 +130,12 @@ class Places:
 
 def _continues(left: Place, right: Place) -> bool:
     return left.end == right.start and left[2:] == right[2:]
+
+
+def copies_by_segment(lineage: Lineage, place: Place) -> Counter[int]:
+    """How many copies of the place's blocks each segment of its ring holds."""
+    held = Counter[int]()
+    for index, count in enumerate(place.counts(phase(lineage))):
+        for segment in place.holders(index):
+            held[segment] += count
+    return held

@@ -183,13 +183,11 @@ class MooncakePool:
         return gone
 
     def lose_client(self, client: int, now_ns: int) -> None:
-        """A client dies with its memory and its disk; the master believes in them for `client_ttl_ns` more.
-
-        Until then what it held exists, and cannot be read where it has no copy elsewhere.
-        """
+        """A client dies with memory and disk. What it held exists for `client_ttl_ns`; only other copies are read."""
         self._tick(now_ns)
         assert isinstance(self._memory, SegmentedMemory), "a loss needs segments"
         self._memory.silence(client, now_ns + self._client_ttl_ns)
+        self._resize()
 
     def mount(self, client: int, now_ns: int) -> None:
         """A client lends an empty segment, at first or again."""
@@ -392,7 +390,7 @@ class MooncakePool:
     def _resize(self) -> None:
         self._watermark_bytes, self._may_overstay = int(self._memory.capacity_bytes * self._watermark), True
         if self.disks is not None:
-            self.disks.num_clients = self._memory.num_clients
+            self.disks.resize(self._memory.num_clients, self._memory.silent)
 
 
 def _ceil_share(num_objects: int, share: Fraction) -> int:

@@ -127,6 +127,19 @@ def test_a_disk_is_lost_with_its_client():
     store.audit()
 
 
+def test_the_disks_of_the_living_do_not_take_what_fits_those_of_the_dead():
+    memory = SegmentedMemory(5 * BLOCK, 2, (BLOCK,))
+    store = tiered(disk_blocks=20, memory=memory, unwritten=Unwritten.GOES, offload=Offload.ON_PUT)
+    put(store, 1, 10, 0)
+    store.lose_client(0, 2)
+    for stream in range(2, 12):
+        put(store, stream, 5, 3)
+    assert store.disks.used_bytes == 15 * BLOCK, "five on the dead disk, ten on the other one"
+    store.exists(G, sequence(1), ((0, 10),), 12)
+    assert store.disks.used_bytes == store.disks.capacity_bytes == 10 * BLOCK
+    store.audit()
+
+
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(("put", "put", "put", "exists", "get", "remove")),

@@ -215,6 +215,18 @@ def test_what_a_dead_client_held_exists_until_the_master_notices_and_cannot_be_r
     store.audit()
 
 
+def test_what_a_client_lends_that_is_back_before_its_death_is_noticed_stays():
+    store = losing()
+    store.mount(2, 6)
+    later = ((StreamId(2), 0, 40),)
+    refused = store.put(G, later, ALL, 7)
+    assert num_blocks(refused) == 8, "the dead segment is one of five"
+    assert num_blocks(store.exists(G, SEGMENTS, ALL, 5 + TTL)) == 30
+    assert store.exists(G, later, ALL, 5 + TTL) == subtract(ALL, refused)
+    assert store.counters.lost == 10
+    store.audit()
+
+
 def test_what_has_a_copy_elsewhere_survives():
     store = losing(copies=2)
     assert num_blocks(store.get(G, SEGMENTS, ALL, 6)) == 30, "a dead first copy is not replaced by the second"
