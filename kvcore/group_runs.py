@@ -22,7 +22,7 @@ def singles(runs: Iterable[Run]) -> GroupRuns:
 
 def common(left: GroupRuns, right: GroupRuns) -> GroupRuns:
     """Per group, blocks in both."""
-    if left == right:
+    if left == right or not any(left):
         return left
     return _per_group(intersect, left, right)
 

@@ -32,14 +32,14 @@ class State(Enum):
     FINISHED = "finished"
 
 
-LEGAL: dict[str, frozenset[State]] = {
-    "consider": frozenset({State.WAITING, State.ASKING, State.OFFERED}),
-    "granted": frozenset({State.WAITING, State.ASKING, State.OFFERED, State.COMPUTING}),
-    "load_finished": frozenset({State.LOADING, State.FINISHED}),
-    "computed": frozenset({State.COMPUTING}),
-    "state_saved": frozenset({State.COMPUTING}),
-    "preempted": frozenset({State.COMPUTING}),
-    "finished": frozenset({State.WAITING, State.ASKING, State.OFFERED, State.LOADING, State.COMPUTING}),
+LEGAL: dict[str, tuple[State, ...]] = {
+    "consider": (State.WAITING, State.ASKING, State.OFFERED),
+    "granted": (State.WAITING, State.ASKING, State.OFFERED, State.COMPUTING),
+    "load_finished": (State.LOADING, State.FINISHED),
+    "computed": (State.COMPUTING,),
+    "state_saved": (State.COMPUTING,),
+    "preempted": (State.COMPUTING,),
+    "finished": (State.WAITING, State.ASKING, State.OFFERED, State.LOADING, State.COMPUTING),
 }
 """In which states each event may come. A reset, answers, and reports of plans that have ended, may come in any."""
 
@@ -362,14 +362,14 @@ class KVRequest:
         ended = self.state is State.FINISHED
         saved_len, self._saved_len = self._saved_len, max(num_tokens, self._saved_len)
         blocks = self.planner.store(saved_len, self._saved_len, self.num_prompt_tokens)
-        again = common(self._owed, self.planner.full(num_tokens))
+        again = common(self._owed, self.planner.full(num_tokens)) if any(self._owed) else self._owed
         if self._kept_back:
             blocks = minus(blocks, self._given)
         if ended:
             held = self.planner.held(num_tokens)
             blocks, again = common(blocks, held), common(again, held)
-            refused = minus(self.decisions.rejected, self._given)
-            if any(refused):
+            if any(self.decisions.rejected):
+                refused = minus(self.decisions.rejected, self._given)
                 again = plus(again, common(refused, self.planner.kept(num_tokens, self.num_prompt_tokens)))
         self._owed = self.planner.nothing if ended else minus(self._owed, again)
         self._look_ahead()

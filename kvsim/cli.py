@@ -287,12 +287,16 @@ def run_to_end(simulation: "Simulation", as_json: bool) -> None:
 
     from kvsim.rows import TooLong
 
+    if simulation.instances:  # whose run rests the collector, which would look through all it leaves at once
+        gc.disable()
     try:
         with progress(simulation) if sys.stderr.isatty() and not as_json else nullcontext():
             simulation.run()
     except TooLong as error:
         refuse(str(error))
-    gc.freeze()  # what is left is no garbage: at exit nobody need look for it
+    finally:
+        gc.freeze()  # what is left is no garbage: neither now nor at exit need anybody look for it
+        gc.enable()
 
 
 def write_out(folder: Path, simulation: "Simulation", result: Document, trace: "Trace") -> None:
