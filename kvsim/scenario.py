@@ -68,8 +68,7 @@ class Scenario(Table):
         if self.nvme is not None and self.pool is not None and not self.pool.enable_offload:
             raise ValueError("pool.enable_offload = true beside [nvme]")
         _ = self.step_time
-        if self.num_gpu_blocks < 2:
-            raise ValueError("weights and engine.reserved_bytes below device memory x engine.gpu_memory_utilization")
+        self._check_gpu_memory()
         if self.pool is not None:
             self._check_retention(self.pool.retention_interval)
         self._check_faults()
@@ -80,6 +79,17 @@ class Scenario(Table):
             _ = self.kv_groups, self.rank_weights
         except InvalidArgument as error:
             raise ValueError(f"engine.{error.argument} to be {error.expected}, not {error.value}") from None
+
+    def _check_gpu_memory(self) -> None:
+        if self.num_gpu_blocks >= 2:
+            return
+        sizes = (self._usable_bytes, self.rank_weights.size_bytes, self.engine.reserved_bytes)
+        usable_gb, weights_gb, reserved_gb = (f"{size_bytes / 1e9:.1f} GB" for size_bytes in sizes)
+        raise ValueError(
+            f"room for two KV blocks: of {usable_gb} of a GPU ({self.device.name} x engine.gpu_memory_utilization)"
+            f" weights take {weights_gb} and engine.reserved_bytes {reserved_gb}; raise engine.tensor_parallel_size,"
+            " or take a larger device"
+        )
 
     def _check_faults(self) -> None:
         if self.faults and self.pool is None:
@@ -165,9 +175,13 @@ class Scenario(Table):
         """KV blocks of one instance: the override, else what weights and reserve leave of the memory it may use."""
         if self.engine.num_gpu_blocks is not None:
             return self.engine.num_gpu_blocks
-        usable_bytes = int(self.gpu.memory.capacity_bytes * Fraction(str(self.engine.gpu_memory_utilization)))
-        free_bytes = usable_bytes - self.rank_weights.size_bytes - self.engine.reserved_bytes
+        free_bytes = self._usable_bytes - self.rank_weights.size_bytes - self.engine.reserved_bytes
         return free_bytes // self.gpu_block_bytes * self.engine.data_parallel_size
+
+    @property
+    def _usable_bytes(self) -> int:
+        """Of each GPU's memory."""
+        return int(self.gpu.memory.capacity_bytes * Fraction(str(self.engine.gpu_memory_utilization)))
 
     @property
     def num_gpus(self) -> int:

@@ -147,7 +147,11 @@ def test_is_immutable():
         ("engine.block_size=true", "engine.block_size = True: expected a valid integer"),
         ("engine.gpu_memory_utilization=1.5", "engine.gpu_memory_utilization = 1.5: expected less than or equal to 1"),
         ("engine.gpu_memory_utilization=nan", "engine.gpu_memory_utilization = nan: expected a finite number"),
-        ("engine.gpu_memory_utilization=0.1", "expected weights and engine.reserved_bytes below device memory"),
+        (
+            "engine.gpu_memory_utilization=0.1",
+            "expected room for two KV blocks: of 8.6 GB of a GPU (h100-sxm x engine.gpu_memory_utilization) weights"
+            " take 16.1 GB and engine.reserved_bytes 3.3 GB; raise engine.tensor_parallel_size",
+        ),
         (
             "engine.tensor_parallel_size=3",
             "expected engine.tensor_parallel_size to be a divisor or a multiple of 8 heads, not 3",
