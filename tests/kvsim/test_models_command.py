@@ -6,7 +6,7 @@ from kvsim import catalog
 from kvsim.config.cluster import ROOFLINE
 from kvsim.cost.points import step_points, steps_of
 from kvsim.links.points import link_points
-from tests.kvsim.command import document, inside
+from tests.kvsim.command import document, inside, refused
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +64,8 @@ def test_people_get_tables():
     assert result.returncode == 0
     for said in ("kimi-k2.5-nvfp4 on gb200, tensor parallel 4", "whole tables", "links", "decode 8 a rank at 80,000"):
         assert said in result.stdout
+
+
+def test_ranks_beside_compare_are_refused():
+    line = refused("models", "--compare", "--tensor-parallel-size", 2)
+    assert line.startswith("--tensor-parallel-size = 2: expected none with --compare")
