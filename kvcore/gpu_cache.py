@@ -151,6 +151,10 @@ class GpuCache:
         """Blocks that they come to lack on the way there, given back what is needed no more."""
         return self._missing(ends, num_tokens, self._caps)
 
+    def promised(self, tables: Tables, num_tokens: int) -> int:
+        """The same for a sequence with these tables, or with none yet."""
+        return self.missing_at_most(tables.ends or (0,) * len(self._sizes), num_tokens)
+
     def _missing(self, ends: tuple[int, ...], num_tokens: int, caps: tuple[int, ...]) -> int:
         total = 0
         for spec, end, size, cap in zip(self.model.groups, ends, self._sizes, caps, strict=True):

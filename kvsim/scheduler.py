@@ -52,7 +52,7 @@ class Scheduler:
         self._prefilling: dict[Sequence, None] = {}
         self._admitted: list[tuple[Sequence, int, int]] = []
         self._in_vain: list[tuple[Sequence, Hit]] = []
-        self._awaits_state = False
+        self._awaits_state = self._lacks_room = False
         self._now_ns = 0
 
     @property
@@ -110,7 +110,7 @@ class Scheduler:
         step = Step()
         self._admitted = step.admitted
         self._in_vain.clear()
-        self._awaits_state = False
+        self._awaits_state = self._lacks_room = False
         self.cache.begin_step()
         budget = self._schedule_running(step)
         if not step.preempted and self.has_waiting:
@@ -130,7 +130,7 @@ class Scheduler:
             steps = min(steps, decode_jump.steps_before_block(step))
         if not self.cache.keeps_all:
             steps = min(steps, decode_jump.steps_before_store(self.cache, step))
-            steps = min(steps, decode_jump.steps_before_drop(step)) if self._in_vain else steps
+            steps = min(steps, decode_jump.steps_before_drop(step)) if self._lacks_room else steps
         may_shorten = any(hit.num_free and self._reads_match(sequence) for sequence, hit in self._in_vain)
         num_free = self.blocks.num_anonymous if may_shorten else self.blocks.num_free
         if self.cache.lacking_at_most(steps) * len(step.scheduled) <= num_free:
@@ -273,7 +273,7 @@ class Scheduler:
         assert self.pool is not None
         resume_len = hit.hit_len + external_len
         beginning = self.cache.resumed(hit, sequence.names, resume_len)
-        reserved = sum([self.cache.missing_at_most(it.tables.ends, it.num_tokens) for it in self._prefilling])
+        reserved = sum([self.cache.promised(other.tables, other.num_tokens) for other in self._prefilling])
         if not self._fits(sequence, beginning.ends, beginning, resume_len, reserved):
             return None
         sequence.tables = self.cache.hold(beginning, sequence.input_len)
@@ -325,7 +325,9 @@ class Scheduler:
         matched += 0 if hit is None else hit.num_free
         whole = self.cache.missing_at_most(ends, sequence.num_tokens) + matched
         now = self.cache.missing(ends, num_tokens) + matched
-        return whole <= self.blocks.num_free and now <= self.blocks.num_free - reserved
+        fits = whole <= self.blocks.num_free and now <= self.blocks.num_free - reserved
+        self._lacks_room |= not fits
+        return fits
 
     def _record_admission(self, sequence: Sequence, external_len: int) -> None:
         if not sequence.admitted:

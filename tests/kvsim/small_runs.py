@@ -9,6 +9,7 @@ from kvcore.units import div_ceil
 from kvsim.clock import PS_PER_US
 from kvsim.config.cluster import ROUTINGS
 from kvsim.config.pool import ADMISSIONS, EVICTIONS
+from kvsim.llm.groups import KVGroup
 from kvsim.scenario import load
 from kvsim.workload.builder import TraceBuilder
 
@@ -176,7 +177,9 @@ def of_model(scenario, model, retention=0):
     """The scenario with other KV cache groups, all blocks of one size in bytes."""
     engine = scenario.engine.model_copy(update={"prefix_cache_retention_interval": retention})
     scenario = scenario.model_copy(update={"engine": engine})
-    scenario.__dict__["kv_model"] = model
+    for name in ("kv_groups", "kv_model", "block_bytes"):
+        scenario.__dict__.pop(name, None)
+    scenario.__dict__["kv_groups"] = tuple(KVGroup(spec, 1, 10_000, 10_000, 1) for spec in model.groups)
     return scenario
 
 
