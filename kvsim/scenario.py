@@ -71,6 +71,7 @@ class Scenario(Table):
         self._check_gpu_memory()
         if self.pool is not None:
             self._check_retention(self.pool.retention_interval)
+            self._check_segments(self.pool)
         self._check_faults()
         return self
 
@@ -90,6 +91,13 @@ class Scenario(Table):
             f" weights take {weights_gb} and engine.reserved_bytes {reserved_gb}; raise engine.tensor_parallel_size,"
             " or take a larger device"
         )
+
+    def _check_segments(self, pool: PoolConfig) -> None:
+        whole, parts = pool.segment_bytes_per_instance, pool.segments_per_instance
+        if whole < parts:
+            raise ValueError(
+                f"pool.segment_bytes_per_instance of at least {parts} (segments_per_instance), not {whole}"
+            )
 
     def _check_faults(self) -> None:
         if self.faults and self.pool is None:

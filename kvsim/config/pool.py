@@ -40,7 +40,7 @@ class PoolConfig(Table):
 
     segment_bytes_per_instance: PositiveCount
     """Host memory each instance gives to the pool."""
-    segments_per_instance: PositiveCount = 1
+    segments_per_instance: Annotated[PositiveCount, Field(le=1_024)] = 1
     """In how many segments of one size that is, each of a client of its own: as many as ranks, say."""
     allocation_strategy: str = "random"
     """`allocation_strategy`: which segment an object goes to; `cxl` and `ssd_free_ratio_first` are not simulated."""

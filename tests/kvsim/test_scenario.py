@@ -147,6 +147,7 @@ def test_is_immutable():
         ("engine.block_size=true", "engine.block_size = True: expected a valid integer"),
         ("engine.gpu_memory_utilization=1.5", "engine.gpu_memory_utilization = 1.5: expected less than or equal to 1"),
         ("engine.gpu_memory_utilization=nan", "engine.gpu_memory_utilization = nan: expected a finite number"),
+        ("pool.segments_per_instance=1000000", "pool.segments_per_instance = 1000000: expected less than or equal to"),
         (
             "engine.gpu_memory_utilization=0.1",
             "expected room for two KV blocks: of 8.6 GB of a GPU (h100-sxm x engine.gpu_memory_utilization) weights"
@@ -262,3 +263,10 @@ def test_unknown_scenario_suggests_a_near_one():
         scenario.load("pool-17")
     with pytest.raises(InvalidToml, match=r"^x{117}\.\.\.: expected a .toml file or one of"):
         scenario.load("x" * 5000)
+
+
+def test_a_segment_has_a_byte():
+    with pytest.raises(
+        InvalidToml, match=r"segment_bytes_per_instance of at least 10 \(segments_per_instance\), not 9"
+    ):
+        scenario.load("pool-16", ["pool.segment_bytes_per_instance=9", "pool.segments_per_instance=10"])
