@@ -170,12 +170,17 @@ def trace_stats(trace: str, trace_format: str | None, time_unit: str | None, as_
 
 
 @app.command()
+@click.argument("name", required=False)
 @json_option
-def scenarios(as_json: bool) -> None:
-    """Shipped scenarios."""
+def scenarios(name: str | None, as_json: bool) -> None:
+    """Shipped scenarios, or the file of the one called NAME, to begin your own with."""
     from kvsim import scenario
 
-    show(scenario.scenarios(), "scenarios", as_json)
+    if name is None:
+        show(scenario.scenarios(), "scenarios", as_json)
+    else:
+        with mistakes_in_one_line():
+            click.echo(scenario.text(name), nl=False)
 
 
 app.add_command(models)

@@ -64,7 +64,8 @@ class Scenario(Table):
         if self.pool is None and (ways or self.nvme is not None):
             raise ValueError("[pool] beside [link], [network] and [nvme], or none of them")
         if self.pool is not None and ways != 1:
-            raise ValueError("[link] or [network] beside [pool], and not both")
+            found = "both" if ways else "neither"
+            raise ValueError(f"one way to the pool beside [pool], [link] or [network], not {found}")
         if self.nvme is not None and self.pool is not None and not self.pool.enable_offload:
             raise ValueError("pool.enable_offload = true beside [nvme]")
         _ = self.step_time
@@ -231,6 +232,13 @@ def load(source: str, overrides: Iterable[str] = (), trace: TraceWorkload | None
 def scenarios() -> dict[str, str]:
     """Name and description of every shipped scenario."""
     return {name: load(name).scenario.description for name in _shipped_names()}
+
+
+def text(name: str) -> str:
+    """The file of a shipped scenario, to begin one's own with; raises InvalidToml for another name."""
+    if name not in _shipped_names():
+        raise InvalidToml(clipped(name), "", None, f"a shipped scenario: {toml.hint(name, _shipped_names())}")
+    return _path(name).read_text(encoding="utf-8")
 
 
 def _path(source: str) -> Traversable:

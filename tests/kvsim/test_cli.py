@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 from pyarrow import parquet
 
+from kvsim import scenario
 from kvsim.cli import one_line
 from kvsim.config.workload import TraceWorkload
 from kvsim.options import FORMATS, TIME_UNITS
@@ -287,6 +288,15 @@ def test_trace_stats(trace):
 def test_scenarios():
     assert {"pool-16", "nopool-16"} <= set(document("scenarios"))
     assert "pool-16 " in inside("scenarios").stdout
+
+
+def test_the_file_of_a_shipped_scenario_begins_a_new_one(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text(inside("scenarios", "pool-16").stdout)
+    assert scenario.load(str(mine)) == scenario.load("pool-16")
+    refused = inside("scenarios", "pool-17")
+    assert refused.returncode == 2
+    assert "pool-17" in refused.stderr and "pool-16" in refused.stderr
 
 
 def test_models():

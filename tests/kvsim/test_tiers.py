@@ -217,7 +217,7 @@ def test_a_transfer_that_does_not_end_is_noticed(run):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"link.latency_us": 1}, r"expected \[link\] or \[network\] beside \[pool\], and not both$"),
+        ({"link.latency_us": 1}, r"expected one way to the pool beside \[pool\], \[link\] or \[network\], not both$"),
         ({"network.nics": 0}, r"network.nics = 0: expected greater than 0$"),
         ({"network.nic_efficiency": 1.5}, "network.nic_efficiency = 1.5: expected less than or equal to 1$"),
         ({"host.cpu_bytes": 1}, "host.cpu_bytes = 1: expected a known key; did you mean cpu_bytes_to_use"),
