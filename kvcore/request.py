@@ -190,13 +190,12 @@ class KVRequest:
         """The step being scheduled computes up to `num_tokens`; what it fills is to be stored.
 
         Where the engine keeps all blocks of a running request, those that end in generated tokens follow in one plan
-        when the request finishes: until then only this engine can use them.
+        when the request finishes: until then only this engine can use them. What is owed waits for nothing.
         """
         self._expect("computed")
         if self.next_store_len is None or num_tokens < self.next_store_len:
             return None
-        last_len = self.num_prompt_tokens if self.planner.model.prefix_closed else num_tokens
-        return self._plan_store(min(num_tokens, last_len), now_ns)
+        return self._plan_store(num_tokens, now_ns)
 
     def state_saved(self, group: int, state_len: int, now_ns: int) -> Store | None:
         """The engine keeps the state of a recurrent `group` after `state_len` tokens, and lends it.
@@ -360,7 +359,8 @@ class KVRequest:
 
     def _plan_store(self, num_tokens: int, now_ns: int) -> Store | None:
         ended = self.state is State.FINISHED
-        saved_len, self._saved_len = self._saved_len, max(num_tokens, self._saved_len)
+        last_len = num_tokens if ended or not self.planner.model.prefix_closed else self.num_prompt_tokens
+        saved_len, self._saved_len = self._saved_len, max(min(num_tokens, last_len), self._saved_len)
         blocks = self.planner.store(saved_len, self._saved_len, self.num_prompt_tokens)
         again = common(self._owed, self.planner.full(num_tokens)) if any(self._owed) else self._owed
         if self._kept_back:

@@ -147,6 +147,25 @@ def test_generated_blocks_of_a_preempted_request_are_stored_at_its_end_though_th
     assert request.finished(PROMPT + 5 * B, 0).blocks == blocks((10, 15))
 
 
+def test_generated_blocks_that_were_refused_to_another_are_offered_in_the_next_step():
+    """The other had the same text, and generated what this one finds in the engine when it resumes."""
+    experience, generated = Experience(), PROMPT + 5 * B
+    request, other = machine(experience=experience), machine(experience=experience)
+    for each in (request, other):
+        offered(each, blocks())
+        each.granted(0, 0)
+        each.computed(PROMPT, 0)
+    request.preempted()
+    store = other.finished(generated, 0)
+    other.store_finished(store.ticket, store.blocks, 0)
+    request.consider(12 * B, generated, 0)
+    request.granted(0, 0)
+    assert request.next_store_len == 0
+    assert request.computed(generated, 0).blocks == blocks((10, 12))
+    assert request.next_store_len is None, "the rest waits for the end"
+    assert request.finished(generated, 0).blocks == blocks((12, 15))
+
+
 def preempted_after_a_reset():
     request, _ = computing(PROMPT)
     request.preempted()
