@@ -8,6 +8,8 @@ from kvsim.invariants import check
 from tests.kvsim.small_models import FAMILIES, random_pool_run, random_run
 from tests.kvsim.test_jump import both, seen_in
 
+pytestmark = pytest.mark.slow
+
 NUM_RUNS = 20
 
 

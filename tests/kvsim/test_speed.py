@@ -20,6 +20,8 @@ from kvsim.workload.source import trace_of
 from tests.kvsim.command import KVSIM
 from tests.support import shared_data
 
+pytestmark = pytest.mark.slow
+
 PUT, EXISTS = MooncakePool.put, MooncakePool.exists
 TRAFFIC = {"sessions": 16, "turns": 20, "first_len": 256, "turn_len": 256, "output_len": 64}
 

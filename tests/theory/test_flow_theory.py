@@ -23,6 +23,8 @@ from kvsim.workload.source import trace_of
 from tests.theory.bands import agrees
 from tests.theory.server import MEAN_LEN, TOKEN_PS, PerToken, served
 
+pytestmark = pytest.mark.slow
+
 CROWDED = [
     "cluster.instances=3",
     "engine.num_gpu_blocks=4_000",

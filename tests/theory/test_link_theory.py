@@ -19,6 +19,8 @@ from kvsim.links.fair_link import FairLink
 from kvsim.links.network import Link, Network
 from tests.theory.bands import agrees
 
+pytestmark = pytest.mark.slow
+
 BANDWIDTH = 1_000_000  # bytes/s: a byte takes a microsecond
 MEAN_BYTES = 10_000
 MEAN_SERVICE_S = MEAN_BYTES / BANDWIDTH

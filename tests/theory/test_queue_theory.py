@@ -37,6 +37,8 @@ from tests.theory.server import (
     two_sizes,
 )
 
+pytestmark = pytest.mark.slow
+
 RHO = 0.5
 REPLICATIONS = range(16)
 NUM_REQUESTS = 1_800
