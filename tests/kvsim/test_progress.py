@@ -47,7 +47,7 @@ def test_a_line_fits_a_narrow_terminal():
     shown = io.StringIO()
     with RunProgress(running, Console(file=shown, force_terminal=True, width=80, color_system=None)) as progress:
         progress.refresh()
-    assert "requests at 3,551 s, hit rate" in shown.getvalue()
+    assert "requests at 3,551 s, hit rate -, left --:--" in shown.getvalue(), "time left, before anything is done"
     assert "…" not in shown.getvalue()
 
 
