@@ -202,6 +202,8 @@ def test_a_reader_takes_its_own_copy_as_a_real_client_does(tmp_path):
     twin.pool.lose_client(1, 10**9)
     got = [twin.pool.get(G, (single(name),), ((0, 1),), 10**9, reader=0) for name in range(24)]
     assert got == [((0, 1),)] * 24
+    stranger = [twin.pool.get(G, (single(name),), ((0, 1),), 10**9) for name in range(24)]
+    assert () in stranger, "who has no copy of its own takes the first, dead or not"
 
 
 @pytest.mark.store
