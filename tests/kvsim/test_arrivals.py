@@ -291,16 +291,27 @@ def test_an_end_that_does_not_come_changes_nothing():
 
 
 def test_a_load_that_had_not_ended_counts_in_no_hit_rate():
-    """A run is stopped at every event of one that loads: hits are never more than what had been loaded."""
-    shared = [[Turn(256, 2, 0), Turn(16, 2, 0)] for _ in range(3)]
+    """A run is stopped at every event of one that loads: what was granted and not loaded is in neither side."""
+    shared = [[Turn(256, 2, 0), Turn(16, 2, 0, pause_us=10**6)]] * 5
     settings = ROOMY | {"cluster.instances": 2, "cluster.routing": "round_robin"}
     whole, _ = run_of(settings, trace_of(shared), {}, "pool-16")
     times_ps = sorted({row[0] for row in rows(whole.log)})
-    rates = []
+    seen = set()
     for end_ps in times_ps[1:-1]:
-        done, _ = run_of(settings, trace_of(shared), {"stop_after_s": (end_ps + 1) / PS_PER_S}, "pool-16")
-        rates.append(measure(done.log, 1).hit_rate_external)
-    assert all(rate is None or 0 <= rate < 1 for rate in rates)
+        done, moved = run_of(settings, trace_of(shared), {"stop_after_s": (end_ps + 1) / PS_PER_S}, "pool-16")
+        rate, told = measure(done.log, 1).hit_rate_external, rows(done.log)
+        assert rate == external_hit_rate(told, moved.input_len, counts_loading=False)
+        seen.add((bool(rate), rate != external_hit_rate(told, moved.input_len, counts_loading=True)))
+    assert (True, True) in seen, "some run is stopped after one load and in the middle of another"
+
+
+def external_hit_rate(told, input_len, counts_loading):
+    """Of the requests that had what they were granted, or of all that were admitted."""
+    loaded = {request for _, kind, request, _, _ in told if kind == Kind.LOADED}
+    admitted = [(request, b) for _, kind, request, _, b in told if kind == Kind.ADMITTED]
+    counted = [(request, b) for request, b in admitted if counts_loading or not b or request in loaded]
+    prompt_len = sum(input_len[request] for request, _ in counted)
+    return sum(b for _, b in counted) / prompt_len if prompt_len else None
 
 
 # --- determinism ------------------------------------------------------------------------------------------------------
