@@ -11,7 +11,15 @@ from kvsim.links.drive import Drive, Speed
 from kvsim.links.machines import Hardware, network_paths
 from kvsim.links.parcel import HOST, POOL, Packing, Parcel, Site, Tier, divided, num_requests
 from kvsim.links.threads import IoThreads
-from kvsim.links.wiring import alone_block_ns, alone_bytes_per_s, alone_latency_ns, make_paths, make_threads, packing
+from kvsim.links.wiring import (
+    alone_block_ns,
+    alone_bytes_per_s,
+    alone_latency_ns,
+    hardware,
+    make_paths,
+    make_threads,
+    packing,
+)
 from kvsim.llm.groups import KVGroup
 from kvsim.scenario import load
 
@@ -289,6 +297,14 @@ def test_defaults_come_from_the_device(scenario):
     assert packing(config) == Packing(config.block_bytes, (32,), (1,))
     assert (load_threads._num_threads, store_threads._num_threads) == (1, 1)
     assert make_threads(load("pool-16"), Clock())[0]._num_threads is None
+
+
+def test_the_host_of_a_superchip_is_reached_over_its_c2c_link(scenario):
+    """NVLink-C2C of a Grace CPU is of two GPUs; PCIe of the same board would be 64 GB/s."""
+    config = scenario(**{"device.name": "gb200", "network.nics": 16, "network.request_ns": 0})
+    assert hardware(config).host_bytes_per_s == 450 * GB // 2
+    assert alone_bytes_per_s(config) == 450 * GB // 2 * 91 // 100
+    assert hardware(scenario()).host_bytes_per_s == scenario().gpu.network.pcie_bytes_per_s == 64 * GB
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 500])
