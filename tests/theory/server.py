@@ -12,11 +12,12 @@ from kvsim.run import limits, make_cluster
 from kvsim.scenario import load
 from kvsim.scheduler import Scheduler
 from kvsim.workload.builder import TraceBuilder
+from tests.theory.sizes import MEAN_SIZE
 
 TOKEN_PS = 10**6
 """What a token takes: a microsecond."""
 
-MEAN_LEN = 10_000
+MEAN_LEN = MEAN_SIZE
 MEAN_SERVICE_S = MEAN_LEN * TOKEN_PS / PS_PER_S
 
 
@@ -42,19 +43,6 @@ class PerStep:
 
     def decode_affine_ps(self, num_decodes, decode_context):
         return DecodeLine(TOKEN_PS, 0, None)
-
-
-def exponential(rng):
-    return max(1, round(rng.expovariate(1 / MEAN_LEN)))
-
-
-def fixed(rng):
-    return MEAN_LEN
-
-
-def two_sizes(rng):
-    """Squared coefficient of variation 1.44: one in ten is 4.6 times the mean."""
-    return 46_000 if rng.random() < 0.1 else 6_000
 
 
 def poisson(rng, rate_per_s):

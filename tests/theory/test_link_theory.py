@@ -18,11 +18,12 @@ from kvsim.clock import PS_PER_S, Clock
 from kvsim.links.fair_link import FairLink
 from kvsim.links.network import Link, Network
 from tests.theory.bands import agrees
+from tests.theory.sizes import MEAN_SIZE, exponential, fixed, two_sizes
 
 pytestmark = pytest.mark.slow
 
 BANDWIDTH = 1_000_000  # bytes/s: a byte takes a microsecond
-MEAN_BYTES = 10_000
+MEAN_BYTES = MEAN_SIZE
 MEAN_SERVICE_S = MEAN_BYTES / BANDWIDTH
 NUM_REPLICATIONS = 24
 NUM_TRANSFERS = 1_500
@@ -74,19 +75,6 @@ class TwoLinks:
 
 SHARED = [FairLink, TwoLinks]
 """Each is processor sharing."""
-
-
-def exponential(rng):
-    return max(1, round(rng.expovariate(1 / MEAN_BYTES)))
-
-
-def fixed(rng):
-    return MEAN_BYTES
-
-
-def two_sizes(rng):
-    """Squared coefficient of variation 1.44: one in ten is 4.6 times the mean."""
-    return 46_000 if rng.random() < 0.1 else 6_000
 
 
 def poisson_run(link_type, size_of, rho, seed):

@@ -29,13 +29,11 @@ from tests.theory.server import (
     PerStep,
     PerToken,
     answers,
-    exponential,
-    fixed,
     poisson,
     prompts,
     served,
-    two_sizes,
 )
+from tests.theory.sizes import exponential, fixed, two_sizes
 
 pytestmark = pytest.mark.slow
 
