@@ -80,7 +80,7 @@ def _followed(trace: Trace, mode: Mode) -> Trace:
 
 def _previous(trace: Trace) -> Column:
     """The request before in its session; of the first, itself."""
-    order = np.argsort(trace.session, kind="stable")
+    order = _in_sessions(trace)
     before = np.arange(trace.num_requests)
     same = trace.session[order[1:]] == trace.session[order[:-1]]
     before[order[1:][same]] = order[:-1][same]
@@ -100,6 +100,7 @@ def _check_recorded(trace: Trace, mode: Mode, is_later: Column) -> None:
 
 
 def _in_sessions(trace: Trace) -> Column:
+    """Rows by session, in order inside each."""
     return np.argsort(trace.session, kind="stable")
 
 
