@@ -26,7 +26,7 @@ from kvsim.events import Kind
 from kvsim.links.parcel import TIERS
 from kvsim.metrics import Events
 from kvsim.parquet import Named, Table
-from kvsim.usage import Usage
+from kvsim.usage import HOST_MEMORY, Usage
 from kvsim.workload.trace import Trace
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def _about(simulation: "Simulation", events: Events, trace: Trace) -> Document:
         "block_size": scenario.engine.block_size,
         "block_bytes": max(1, scenario.kv_bytes_per_token * scenario.engine.block_size),
         "gpu_blocks_per_instance": scenario.num_gpu_blocks - 1,
-        "host_bytes": scenario.host.cpu_bytes_to_use * scenario.cluster.instances,
-        "pool_bytes": sum(memory.capacity_bytes for memory in usage.memories),
+        "host_bytes": sum(memory.capacity_bytes for memory in usage.memories if memory.kind == HOST_MEMORY),
+        "pool_bytes": sum(memory.capacity_bytes for memory in usage.memories if memory.kind != HOST_MEMORY),
         "links": [asdict(link) for link in usage.links],
         "memories": [asdict(memory) for memory in usage.memories],
         "capacity": capacity_curve(trace, scenario.engine.block_size, is_served).to_json(),

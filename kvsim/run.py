@@ -38,7 +38,7 @@ from kvsim.scenario import Scenario
 from kvsim.scheduler import Scheduler
 from kvsim.sequence import Sequence
 from kvsim.sessions import Sessions
-from kvsim.usage import LinkInfo, MemoryInfo, RecordFill, Usage
+from kvsim.usage import HOST_MEMORY, POOL_MEMORY, POOL_SSD, LinkInfo, MemoryInfo, RecordFill, Usage
 from kvsim.workload.trace import Trace
 
 _START = itemgetter(1)
@@ -139,7 +139,9 @@ def simulation(scenario: Scenario, trace: Trace, max_jump: int | None = None) ->
     make_machine, pool_hit = (_no_machine, None) if pool is None else (pool.machine, pool.hit_blocks)
     cluster = make_cluster(scenario, trace, clock, make_engine, make_machine, pool_hit)
     if pool is not None:
-        _record_pool(pool, scenario.pool_capacity_bytes, cluster.log.usage)
+        _record_links(pool, cluster.log.usage)
+        if scenario.pool is not None:
+            _record_store(pool.store, cluster.log.usage)
         _record_hosts(instances, scenario.host.cpu_bytes_to_use, cluster.log.usage)
     return Simulation(scenario, clock, cluster, instances, pool)
 
@@ -252,11 +254,19 @@ def _fail(store: MooncakePool, clock: Clock, fault: FaultConfig) -> None:
     call(fault.instance, clock.now_ns)
 
 
-def _memories(store: MooncakePool, capacity_bytes: int, usage: Usage) -> list[RecordFill]:
-    memories = [MemoryInfo("pool memory", capacity_bytes)]
+def _record_links(pool: SharedPool, usage: Usage) -> None:
+    """Let what the bytes cross tell what it carries."""
+    for index, path in enumerate(pool.paths):
+        for kind, link in path.links():
+            link.record = usage.record_link(LinkInfo(kind, index, link.bandwidth_bytes_per_s, link.full_when_busy))
+
+
+def _record_store(store: MooncakePool, usage: Usage) -> None:
+    """Let the pool tell how full it is."""
+    memories = [MemoryInfo(POOL_MEMORY, store.capacity_bytes)]
     if store.disks is not None:
-        memories.append(MemoryInfo("pool SSD", store.disks.capacity_bytes))
-    return [usage.record_memory(memory) for memory in memories]
+        memories.append(MemoryInfo(POOL_SSD, store.disks.capacity_bytes))
+    store.on_put = partial(_record_fills, store, [usage.record_memory(memory) for memory in memories])
 
 
 def _record_fills(store: MooncakePool, records: list[RecordFill], time_ps: int) -> None:
@@ -265,18 +275,10 @@ def _record_fills(store: MooncakePool, records: list[RecordFill], time_ps: int) 
         records[1](time_ps, store.disks.used_bytes)
 
 
-def _record_pool(pool: SharedPool, capacity_bytes: int, usage: Usage) -> None:
-    """Let the pool and what its bytes cross tell what they do."""
-    pool.store.on_put = partial(_record_fills, pool.store, _memories(pool.store, capacity_bytes, usage))
-    for index, path in enumerate(pool.paths):
-        for kind, link in path.links():
-            link.record = usage.record_link(LinkInfo(kind, index, link.bandwidth_bytes_per_s, link.full_when_busy))
-
-
 def _record_hosts(instances: list[Instance], each_bytes: int, usage: Usage) -> None:
     """Let the private caches tell how full they are, all together."""
     if each_bytes:
-        record = usage.record_memories(MemoryInfo("host memory", each_bytes * len(instances)))
+        record = usage.record_memories(MemoryInfo(HOST_MEMORY, each_bytes * len(instances)))
         for instance in instances:
             assert instance.client is not None
             instance.client.record_host = record

@@ -10,6 +10,9 @@ from typing import TypeAlias
 
 from kvsim.rows import Rows
 
+POOL_MEMORY, POOL_SSD, HOST_MEMORY = "pool memory", "pool SSD", "host memory"
+"""Kinds of memories."""
+
 RecordFill: TypeAlias = Callable[[int, int], None]
 """(time_ps, used_bytes): how full a memory is from then on."""
 
@@ -30,7 +33,7 @@ class LinkInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """A memory that is shared or reported as one ("pool memory", ...)."""
+    """A memory that is shared or reported as one, with what it had at first."""
 
     kind: str
     capacity_bytes: int

@@ -78,6 +78,11 @@ class MooncakePool:
         """Told the time (ps) after every put."""
 
     @property
+    def capacity_bytes(self) -> int:
+        """Of memory, all segments that the master knows."""
+        return self._memory.capacity_bytes
+
+    @property
     def used_bytes(self) -> int:
         """Of memory, by all copies."""
         return self._memory.used_bytes

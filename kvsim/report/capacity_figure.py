@@ -29,7 +29,7 @@ def capacity(runs: Sequence[RunSeries]) -> Figure | None:
     text = (
         "What one cache for the whole fleet would hit of these requests, in the order of the trace: least recently "
         "used first, clairvoyant (Belady: no policy hits more), and without bound. Diamonds are the runs, at all the "
-        "memory they have: the GPU caches of all instances and the pool."
+        "memory they have: the GPU caches of all instances, their private caches and the pool."
     )
     return Figure("capacity", "Hit rate over capacity", text, data, layout, 380, "full") if data else None
 

@@ -196,3 +196,14 @@ def test_disks_and_faults_are_shown(tmp_path):
     assert 0 < disk.used_bytes[-1] <= done.pool.store.disks.used_bytes
     faults = [{"scenario": {"name": "a"}, "fault": [{"at_s": 1}]}, {"scenario": {"name": "b"}}]
     assert summary.differences(faults) == [("fault.*", ['[{"at_s": 1}]', "-"])]
+
+
+def test_private_caches_are_memory_of_their_own_beside_a_pool_or_alone(tiered, tmp_path):
+    _, beside = tiered
+    alone = finished(tmp_path, "nopool-16", [*SMALL, "host.cpu_bytes_to_use=20e9"])[1]
+    assert [(run.run["host_bytes"], run.run["pool_bytes"]) for run in (beside, alone)] == [
+        (300 * 10**9, 768 * 10**9),
+        (60 * 10**9, 0),
+    ]
+    assert [fill.kind for fill in alone.fills] == ["host memory"]
+    assert "host memory filled to" in [headline.label for headline, _ in summary.rows([alone])]
