@@ -59,7 +59,7 @@ class Metrics:
 def measure(log: EventLog, num_gpus: int) -> Metrics:
     """The log of a whole run, in numbers."""
     requests = Requests(Events(log))
-    makespan_s = requests.makespan_s()
+    makespan_s = requests.end_ps() / PS_PER_S
     throughput = requests.completed_tokens() / makespan_s if makespan_s else None
     local, external = requests.hit_rates()
     rejected = int(requests.is_rejected.sum())
@@ -132,14 +132,14 @@ class Requests:
         self._num_requests = int(arrived.request.max()) + 1 if len(arrived.request) else 0
         self.input_len = self._first(arrived.request, arrived.a)
         self.output_len = self._first(arrived.request, arrived.b)
-        self.is_rejected = self._is_in(Kind.REJECTED)
-        self.is_admitted = self._is_in(Kind.ADMITTED)
-        self.is_finished = self._is_in(Kind.FINISHED)
+        self.is_rejected = self.has(Kind.REJECTED)
+        self.is_admitted = self.has(Kind.ADMITTED)
+        self.is_finished = self.has(Kind.FINISHED)
 
-    def makespan_s(self) -> float:
-        """Start of the trace to the last completion, or to where the run was stopped."""
+    def end_ps(self) -> int:
+        """The last completion, or where the run was stopped; it began at 0."""
         ends = (self.events.of(kind).time_ps.max(initial=0) for kind in (Kind.FINISHED, Kind.STOPPED))
-        return int(max(ends)) / PS_PER_S
+        return int(max(ends))
 
     def completed_tokens(self) -> int:
         """Prompt and output tokens of the completed requests."""
@@ -148,7 +148,7 @@ class Requests:
     def hit_rates(self) -> tuple[float | None, float | None]:
         """Local and external hit tokens over prompt tokens."""
         admitted = self.events.of(Kind.ADMITTED)
-        is_counted = (admitted.b == 0) | self._is_in(Kind.LOADED)[admitted.request]
+        is_counted = (admitted.b == 0) | self.has(Kind.LOADED)[admitted.request]
         prompt_tokens = int(self.input_len[admitted.request][is_counted].sum())
         if not prompt_tokens:
             return None, None
@@ -158,7 +158,7 @@ class Requests:
     def ttft_ps(self) -> Column:
         """Arrival to first token, of those that have one."""
         waited = self.time_ps(Kind.FIRST_TOKEN) - self.time_ps(Kind.ARRIVED)
-        return waited[self._is_in(Kind.FIRST_TOKEN)]
+        return waited[self.has(Kind.FIRST_TOKEN)]
 
     def tpot_ps(self) -> npt.NDArray[np.float64]:
         """Time per output token after the first, of completed requests with at least two."""
@@ -183,7 +183,8 @@ class Requests:
         events = self.events.of(kind)
         return self._first(events.request, events.time_ps)
 
-    def _is_in(self, kind: Kind) -> npt.NDArray[np.bool_]:
+    def has(self, kind: Kind) -> npt.NDArray[np.bool_]:
+        """Whether it happened to each request."""
         return np.bincount(self.events.of(kind).request, minlength=self._num_requests) > 0
 
     def _first(self, request: Column, values: Column) -> Column:

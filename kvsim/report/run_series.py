@@ -5,6 +5,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from kvsim.clock import PS_PER_MS, PS_PER_S
 from kvsim.document import Document
@@ -66,7 +67,7 @@ class RunSeries:
         self.run: Document = result.run
         self.num_instances: int = result.run["instances"]
         self.requests = Requests(_events(result.events))
-        self.end_ps = int(self._of(Kind.FINISHED).time_ps.max(initial=0))
+        self.end_ps = self.requests.end_ps()
         self.edges_ps = series.edges(self.end_ps)
         num_admitted = int(self.requests.is_admitted.sum())
         self.hit_edges_ps = series.edges(self.end_ps, min(series.NUM_POINTS, max(12, num_admitted // ADMISSIONS)))
@@ -123,29 +124,32 @@ class RunSeries:
         """Prompt and generated tokens of requests that are admitted and not complete, at the end of each interval."""
         _, admitted_ps, _, token_ps, finished_ps = self._state_times()
         requests = self.requests
-        input_len, output_len = (length[requests.is_finished] for length in (requests.input_len, requests.output_len))
+        input_len, output_len = (
+            length[self._is_served] for length in (requests.input_len, requests.output_len * requests.is_finished)
+        )
         change = np.concatenate((input_len, -input_len - output_len))
         level = series.level_at(np.concatenate((admitted_ps, finished_ps)), change, self.edges_ps[1:])
         generated = series.spread_evenly(token_ps, finished_ps, output_len, self.edges_ps)
         return np.maximum(level + np.cumsum(generated), 0)
 
     def _state_times(self) -> list[Column]:
-        """Of completed requests: arrival, first admission, end of its first load, first token, completion."""
-        requests, admitted = self.requests, self._of(Kind.ADMITTED)
-        times = {
-            kind: requests.time_ps(kind) for kind in (Kind.ARRIVED, Kind.ADMITTED, Kind.FIRST_TOKEN, Kind.FINISHED)
-        }
-        computes_ps = times[Kind.ADMITTED].copy()
-        loads = admitted.request[admitted.b > 0]
-        computes_ps[loads] = np.maximum(requests.time_ps(Kind.LOADED)[loads], computes_ps[loads])
-        ordered = (
-            times[Kind.ARRIVED],
-            times[Kind.ADMITTED],
-            computes_ps,
-            times[Kind.FIRST_TOKEN],
-            times[Kind.FINISHED],
+        """Of requests that were served: arrival, first admission, end of its first load, first token, completion.
+
+        What had not come when the run was stopped comes then.
+        """
+        arrived_ps, admitted_ps, loaded_ps, token_ps, finished_ps = (
+            np.where(self.requests.has(kind), self.requests.time_ps(kind), self.end_ps)
+            for kind in (Kind.ARRIVED, Kind.ADMITTED, Kind.LOADED, Kind.FIRST_TOKEN, Kind.FINISHED)
         )
-        return [time_ps[requests.is_finished] for time_ps in ordered]
+        admitted, computes_ps = self._of(Kind.ADMITTED), admitted_ps.copy()
+        loads = admitted.request[admitted.b > 0]
+        computes_ps[loads] = np.maximum(loaded_ps[loads], admitted_ps[loads])
+        ordered = (arrived_ps, admitted_ps, computes_ps, token_ps, finished_ps)
+        return [time_ps[self._is_served] for time_ps in ordered]
+
+    @cached_property
+    def _is_served(self) -> npt.NDArray[np.bool_]:
+        return self.requests.has(Kind.ARRIVED) & ~self.requests.is_rejected
 
     # --- machines ---
 
@@ -209,14 +213,17 @@ class RunSeries:
 
     @cached_property
     def balance(self) -> Balance:
-        """What each instance did."""
-        steps, finished = self.result.steps, self._of(Kind.FINISHED)
-        start_ps, end_ps, instance = (numbers(steps, name) for name in ("start_ps", "end_ps", "instance"))
+        """What each instance did until the end; of a step that goes on beyond it, its share."""
+        finished, whole_run_ps = self._of(Kind.FINISHED), np.array([0, max(self.end_ps, 1)])
+        columns = ("instance", "start_ps", "end_ps", "computed_tokens")
+        instance, start_ps, end_ps, tokens = (numbers(self.result.steps, name) for name in columns)
         count = self.num_instances
+        busy_ps, computed_tokens = (
+            series.spread_by_key(instance, count, start_ps, end_ps, amount, whole_run_ps).reshape(-1)
+            for amount in (end_ps - start_ps, tokens)
+        )
         return Balance(
-            series.per_key(instance, end_ps - start_ps, count) / max(self.end_ps, 1),
-            series.per_key(instance, numbers(steps, "computed_tokens"), count),
-            series.per_key(finished.b, np.ones_like(finished.b), count),
+            busy_ps / whole_run_ps[-1], computed_tokens, series.per_key(finished.b, np.ones_like(finished.b), count)
         )
 
     def _of(self, kind: Kind) -> Columns:

@@ -172,6 +172,11 @@ def _of_run(run: RunSeries) -> list[str]:
     found = []
     if not metrics["requests_completed"]:
         found.append(f"{label}: no request completed.")
+    if metrics["requests_stopped"]:
+        stopped = metrics["requests_stopped"]
+        found.append(
+            f"{label}: the run was stopped, and {stopped:,} requests it left unfinished are in no E2E latency."
+        )
     if metrics["requests_rejected"]:
         reasons = ", ".join(f"{reason}: {count:,}" for reason, count in metrics["rejected_reasons"].items())
         found.append(f"{label}: requests were rejected and are in no latency ({reasons}).")

@@ -207,3 +207,19 @@ def test_private_caches_are_memory_of_their_own_beside_a_pool_or_alone(tiered, t
     ]
     assert [fill.kind for fill in alone.fills] == ["host memory"]
     assert "host memory filled to" in [headline.label for headline, _ in summary.rows([alone])]
+
+
+def test_a_run_that_was_stopped_ends_there(tmp_path):
+    done, run = finished(tmp_path, "pool-16", [*SMALL, "workload.stop_after_s=3"])
+    assert run.end_ps == 3 * PS_PER_S and run.metrics["requests_completed"] == 0
+    steps = done.log.usage.steps.columns()
+    assert steps["end_ps"].max() > run.end_ps, "what is in flight goes on"
+    assert 0 < run.balance.busy.min() <= run.balance.busy.max() <= 1
+    assert np.allclose(run.gpu_busy.mean(axis=1), run.balance.busy)
+    in_system = sum(run.states().values())[-1]
+    assert (
+        in_system == pytest.approx(run.requests.has(Kind.ARRIVED).sum(), rel=0.1) and run.tokens_in_flight().max() > 0
+    )
+    assert 0 < run.balance.computed_tokens.sum() < steps["computed_tokens"].sum()
+    left = run.metrics["requests_stopped"]
+    assert any(f"{left:,} requests it left unfinished" in text for text in summary.warnings([run]))

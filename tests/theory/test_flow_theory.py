@@ -89,7 +89,7 @@ def time_in_part_ps(log, leave):
 @pytest.mark.parametrize("part", PARTS)
 def test_littles_law_holds_in_a_crowded_run(undisturbed, part):
     is_counted, leave = PARTS[part]
-    makespan_ps = round(Requests(Events(undisturbed.log)).makespan_s() * PS_PER_S)
+    makespan_ps = Requests(Events(undisturbed.log)).end_ps()
     run = crowded_run()
     seen = observed(run, is_counted, makespan_ps)
     assert run.log.digest() == undisturbed.log.digest(), "observers change nothing"
@@ -101,7 +101,7 @@ def test_littles_law_holds_in_a_crowded_run(undisturbed, part):
 
 def test_littles_law_rejects_a_count_that_forgets_who_loads(undisturbed):
     assert {Kind.PREEMPTED, Kind.LOADED} <= set(Events(undisturbed.log).all.kind.tolist())
-    makespan_ps = round(Requests(Events(undisturbed.log)).makespan_s() * PS_PER_S)
+    makespan_ps = Requests(Events(undisturbed.log)).end_ps()
     seen = observed(crowded_run(), lambda s: s.status not in (Status.FINISHED, Status.LOADING), makespan_ps)
     assert not agrees(seen, time_in_part_ps(undisturbed.log, Kind.FINISHED) / makespan_ps)
 
