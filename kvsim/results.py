@@ -13,7 +13,8 @@ from kvsim.document import Document
 from kvsim.events import EventLog
 from kvsim.metrics import measure
 from kvsim.pool.disks import Disks
-from kvsim.run import SharedPool, Simulation, decisions_digest
+from kvsim.pool.store import MooncakePool
+from kvsim.run import Simulation, decisions_digest
 from kvsim.scenario import Scenario
 from kvsim.workload.trace import Trace
 
@@ -53,7 +54,7 @@ def document(simulation: Simulation, engine: str, wall_s: Callable[[], float]) -
         "mode": scenario.workload.chosen(),
         "requests_stopped": stopped,
         "rejected_reasons": rejected_reasons,
-        "pool": None if simulation.pool is None or scenario.pool is None else _pool(simulation.pool, scenario),
+        "pool": None if simulation.pool is None or scenario.pool is None else _pool(simulation.pool.store),
     }
 
 
@@ -103,9 +104,10 @@ def _toml_values(table: dict[str, object]) -> str:
     return "".join([f"{key} = {value}\n" for key, value in values.items()])
 
 
-def _pool(pool: SharedPool, scenario: Scenario) -> Document:
-    size = {"capacity_bytes": scenario.pool_capacity_bytes, "used_bytes": pool.store.used_bytes}
-    return {**size, "objects": pool.store.num_objects, **_disks(pool.store.disks), **asdict(pool.store.counters)}
+def _pool(store: MooncakePool) -> Document:
+    """What is there at the end, of memory and disks, and what was counted."""
+    size = {"capacity_bytes": store.capacity_bytes, "used_bytes": store.used_bytes}
+    return {**size, "objects": store.num_objects, **_disks(store.disks), **asdict(store.counters)}
 
 
 def _disks(disks: Disks | None) -> Document:

@@ -117,7 +117,9 @@ def test_a_disk_keeps_what_memory_does_not(scenario):
 def test_with_two_copies_a_death_loses_nothing_and_with_one_a_quarter(scenario):
     faults = fault("dies", 2, 1)
     ample, soon = "pool.segment_bytes_per_instance=200e9", "pool.client_ttl_s=1"
-    one = finished(scenario(ample, soon, faults=faults)).pool.store.counters
+    done = finished(scenario(ample, soon, faults=faults))
+    one, told = done.pool.store.counters, document(done, "fast", lambda: 0.0)["pool"]
+    assert told["used_bytes"] <= told["capacity_bytes"] == 3 * 200 * 10**9, "what is lost is no capacity any more"
     two = finished(scenario(ample, soon, "pool.replica_num=2", faults=faults)).pool.store.counters
     assert two.lost == 0
     assert one.unreadable > 0 and one.lost > 0
