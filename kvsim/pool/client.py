@@ -21,8 +21,7 @@ from kvsim.links.parcel import HOST, LOCAL, POOL, TIERS, Packing, Parcel, Site, 
 from kvsim.links.paths import Path
 from kvsim.links.threads import IoThreads
 from kvsim.pool.host_cache import HostCache
-from kvsim.pool.sources import Source
-from kvsim.pool.sources import Tier as Medium
+from kvsim.pool.sources import ReplicaType, Source
 from kvsim.pool.store import MooncakePool
 from kvsim.scheduler import Scheduler
 from kvsim.sequence import Sequence
@@ -325,10 +324,10 @@ class Countdown:
 def sites_of(read: Counter[Source], reader: int) -> dict[Site, int]:
     """Bytes by site as the reader sees them; of many others as if they were all others."""
     weights: dict[Site, int] = {}
-    others = {source.client for source in read if source.tier is Medium.MEMORY and source.client != reader}
+    others = {source.client for source in read if source.replica_type is ReplicaType.MEMORY and source.client != reader}
     for source, num_bytes in sorted(read.items(), key=_by_client):
         site = Site(Tier.DISK, source.client)
-        if source.tier is Medium.MEMORY:
+        if source.replica_type is ReplicaType.MEMORY:
             site = POOL if len(others) > MANY_OWNERS else Site(Tier.REMOTE, source.client)
             site = LOCAL if source.client == reader else site
         weights[site] = weights.get(site, 0) + num_bytes
@@ -336,7 +335,7 @@ def sites_of(read: Counter[Source], reader: int) -> dict[Site, int]:
 
 
 def _by_client(read: tuple[Source, int]) -> tuple[int, str]:
-    return read[0].client, read[0].tier.value
+    return read[0].client, read[0].replica_type.value
 
 
 def _begin(move: Move, shipments: list[Shipment], on_done: Action) -> None:

@@ -1,4 +1,4 @@
-"""Whom a read gets its bytes from, and from which tier."""
+"""Whom a read gets its bytes from, and from which type of replica."""
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
@@ -15,18 +15,18 @@ PlacesOf: TypeAlias = Callable[[Lineage, int, int], list[Place]]
 """(lineage, start, end) -> where these blocks are."""
 
 
-class Tier(Enum):
-    """Where the bytes lie."""
+class ReplicaType(Enum):
+    """Where a replica lies: as Mooncake's ReplicaType, whose LOCAL_DISK is here the one kind of disk."""
 
     MEMORY = "memory"
     DISK = "disk"
 
 
 class Source(NamedTuple):
-    """A client, which is the instance that lends the memory or owns the disk, and one of its tiers."""
+    """A client, which is the instance that lends the memory or owns the disk, and which of the two is read."""
 
     client: int
-    tier: Tier
+    replica_type: ReplicaType
 
 
 @dataclass(frozen=True, slots=True)

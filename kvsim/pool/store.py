@@ -33,7 +33,7 @@ from kvsim.pool.extents import Extent, Extents, Mark, merged, pieces, split
 from kvsim.pool.memory import DEFAULT_CLIENT_TTL_NS, Memory, SegmentedMemory
 from kvsim.pool.pins import Pins, SoftPins
 from kvsim.pool.places import phase
-from kvsim.pool.sources import Source, Tier, View, read_from, readable
+from kvsim.pool.sources import ReplicaType, Source, View, read_from, readable
 
 
 class MooncakePool:
@@ -102,12 +102,12 @@ class MooncakePool:
 
     def holds(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
         """The blocks of `runs` that are here, as whoever follows the master's events knows: no lease, not counted."""
-        return runs_of.union(*self.tiers(group, segments, runs).values())
+        return runs_of.union(*self.replicas(group, segments, runs).values())
 
-    def tiers(self, group: GroupId, segments: Segments, runs: Runs) -> dict[Tier, Runs]:
-        """The blocks of `runs` that are in each tier; one may be in both."""
+    def replicas(self, group: GroupId, segments: Segments, runs: Runs) -> dict[ReplicaType, Runs]:
+        """The blocks of `runs` that have a replica of each type; one may have both."""
         on_disk = () if self.disks is None else self._on_disk(group, segments, runs)
-        return {Tier.MEMORY: self._found(group, segments, runs), Tier.DISK: on_disk}
+        return {ReplicaType.MEMORY: self._found(group, segments, runs), ReplicaType.DISK: on_disk}
 
     def get(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int, reader: int | None = None) -> Runs:
         """The blocks of `runs` that can be read now, leased anew; one that was promised and is gone is a late miss.
@@ -128,14 +128,14 @@ class MooncakePool:
         size_bytes, read = self._block_bytes[group], Counter[Source]()
         in_memory = self._found(group, segments, runs)
         view = self._memory.view(reader)
-        tiers = [(Tier.MEMORY, in_memory, self._memory.places)]
+        parts = [(ReplicaType.MEMORY, in_memory, self._memory.places)]
         if self.disks is not None:
-            tiers.append((Tier.DISK, runs_of.subtract(runs, in_memory), self.disks.places))
-        for tier, tier_runs, places in tiers:
-            for lineage, start, end in pieces(group, segments, tier_runs):
+            parts.append((ReplicaType.DISK, runs_of.subtract(runs, in_memory), self.disks.places))
+        for replica_type, part, places in parts:
+            for lineage, start, end in pieces(group, segments, part):
                 for place in places(lineage, start, end):
                     for segment, count in read_from(place, phase(lineage), view).items():
-                        read[Source(self._memory.client(segment), tier)] += count * size_bytes
+                        read[Source(self._memory.client(segment), replica_type)] += count * size_bytes
         return read
 
     def put(

@@ -8,7 +8,7 @@ from connector.testbed.pool import DiskPool
 from kvcore.types import GroupId, StreamId
 from kvsim.pool.disks import Disks, Promotion
 from kvsim.pool.memory import Memory
-from kvsim.pool.sources import Tier
+from kvsim.pool.sources import ReplicaType
 from kvsim.pool.store import MooncakePool
 from tests.kvsim.test_pool_disks import AMPLE
 
@@ -41,7 +41,7 @@ class Twin:
         return [bool(self.call("exists", name)) for name in NAMES]
 
     def tiers(self):
-        told = {name: self.pool.tiers(G, ((StreamId(name), 0, 1),), ((0, 1),)) for name in NAMES}
+        told = {name: self.pool.replicas(G, ((StreamId(name), 0, 1),), ((0, 1),)) for name in NAMES}
         return {name: {tier.value for tier, runs in tiers.items() if runs} for name, tiers in told.items()}
 
 
@@ -123,4 +123,4 @@ def test_the_check_rejects_a_pool_without_a_disk_and_one_whose_memory_has_everyt
     with pytest.raises(AssertionError, match="something is lost"):
         check_kept(alone.tiers())
     with pytest.raises(AssertionError):
-        check_kept({name: {Tier.MEMORY.value, Tier.DISK.value} for name in NAMES})
+        check_kept({name: {ReplicaType.MEMORY.value, ReplicaType.DISK.value} for name in NAMES})

@@ -8,7 +8,7 @@ from kvcore.runs import num_blocks, union
 from kvcore.types import GroupId, StreamId
 from kvsim.pool.disks import DiskEviction, Disks, Offload, Promotion, Unwritten
 from kvsim.pool.memory import Memory, SegmentedMemory
-from kvsim.pool.sources import Tier
+from kvsim.pool.sources import ReplicaType
 from kvsim.pool.store import MooncakePool
 
 G, BLOCK = GroupId(0), 10
@@ -33,13 +33,13 @@ def test_what_memory_evicts_is_on_disk():
     store = tiered()
     put(store, 1, 8, 0)
     put(store, 2, 8, 1)
-    assert store.tiers(G, sequence(1), ((0, 8),))[Tier.DISK] == ((2, 8),)
+    assert store.replicas(G, sequence(1), ((0, 8),))[ReplicaType.DISK] == ((2, 8),)
     assert store.exists(G, sequence(1), ((0, 8),), 2) == ((0, 8),)
     assert store.get(G, sequence(1), ((0, 8),), 2) == ((0, 8),)
     counted = store.counters
     assert (counted.evicted, counted.offloaded, counted.found_on_disk, counted.got_from_disk) == (6, 6, 6, 6)
     sources = store.sources(G, sequence(1), ((0, 8),))
-    assert sum(size for source, size in sources.items() if source.tier is Tier.DISK) == 6 * BLOCK
+    assert sum(size for source, size in sources.items() if source.replica_type is ReplicaType.DISK) == 6 * BLOCK
     store.audit()
 
 
@@ -48,13 +48,13 @@ def test_what_is_on_disk_alone_is_not_stored_again():
     put(store, 1, 8, 0)
     put(store, 2, 10, 1)
     assert put(store, 1, 8, 2) == () and store.counters.put == 18
-    assert store.tiers(G, sequence(1), ((0, 8),)) == {Tier.MEMORY: (), Tier.DISK: ((0, 8),)}
+    assert store.replicas(G, sequence(1), ((0, 8),)) == {ReplicaType.MEMORY: (), ReplicaType.DISK: ((0, 8),)}
 
 
 def test_without_offload_on_evict_a_put_writes_both():
     store = tiered(offload=Offload.ON_PUT)
     put(store, 1, 8, 0)
-    assert store.tiers(G, sequence(1), ((0, 8),)) == {Tier.MEMORY: ((0, 8),), Tier.DISK: ((0, 8),)}
+    assert store.replicas(G, sequence(1), ((0, 8),)) == {ReplicaType.MEMORY: ((0, 8),), ReplicaType.DISK: ((0, 8),)}
     assert store.counters.offloaded == 8
     put(store, 2, 10, 1)
     assert store.exists(G, sequence(1), ((0, 8),), 2) == ((0, 8),)
@@ -97,12 +97,12 @@ def test_what_is_read_from_disk_twice_comes_back_one_a_heartbeat():
     store.remove(G, sequence(2), ((0, 8),), 2)
     store.get(G, sequence(1), ((0, 4),), 3)
     store.exists(G, (), (), 15)
-    assert store.tiers(G, sequence(1), ((0, 4),))[Tier.MEMORY] == ()
+    assert store.replicas(G, sequence(1), ((0, 4),))[ReplicaType.MEMORY] == ()
     store.get(G, sequence(1), ((0, 3),), 16)
     for beat in (1, 2, 3, 4):
         store.exists(G, (), (), 16 + 10 * beat)
-        assert num_blocks(store.tiers(G, sequence(1), ((0, 4),))[Tier.MEMORY]) == min(beat, 3)
-    assert store.tiers(G, sequence(1), ((0, 4),))[Tier.DISK] == ((0, 4),)
+        assert num_blocks(store.replicas(G, sequence(1), ((0, 4),))[ReplicaType.MEMORY]) == min(beat, 3)
+    assert store.replicas(G, sequence(1), ((0, 4),))[ReplicaType.DISK] == ((0, 4),)
     assert store.counters.promoted == 3
     store.audit()
 

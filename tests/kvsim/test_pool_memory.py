@@ -10,7 +10,7 @@ from kvcore.runs import num_blocks, subtract
 from kvcore.types import GroupId, StreamId
 from kvsim.pool.memory import Memory, Preferred, SegmentedMemory, Strategy
 from kvsim.pool.places import phase
-from kvsim.pool.sources import Source, Tier
+from kvsim.pool.sources import ReplicaType, Source
 from kvsim.pool.store import MooncakePool
 
 G, BLOCK = GroupId(0), 10
@@ -172,7 +172,9 @@ def test_sources_tell_whom_every_byte_is_read_from(memory):
     store.put(G, segments, ((0, 40),), 0)
     sources = store.sources(G, segments, runs)
     assert sources.total() == 36 * BLOCK
-    assert {source.tier for source in sources} == {Tier.MEMORY} and {source.client for source in sources} == {
+    assert {source.replica_type for source in sources} == {ReplicaType.MEMORY} and {
+        source.client for source in sources
+    } == {
         0,
         1,
         2,
@@ -185,8 +187,8 @@ def test_a_reader_takes_its_own_copy():
     store = MooncakePool(segmented(4, 100, copies=2), (BLOCK,), 0, 0.9, 0.1)
     segments = ((StreamId(1), 0, 40),)
     store.put(G, segments, ((0, 40),), 0)
-    assert store.sources(G, segments, ((0, 40),), reader=2)[Source(2, Tier.MEMORY)] == 20 * BLOCK
-    assert store.sources(G, segments, ((0, 40),))[Source(2, Tier.MEMORY)] == 10 * BLOCK
+    assert store.sources(G, segments, ((0, 40),), reader=2)[Source(2, ReplicaType.MEMORY)] == 20 * BLOCK
+    assert store.sources(G, segments, ((0, 40),))[Source(2, ReplicaType.MEMORY)] == 10 * BLOCK
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
@@ -233,7 +235,7 @@ def test_what_has_a_copy_elsewhere_survives():
     assert num_blocks(store.get(G, SEGMENTS, ALL, 7, reader=3)) == 40, "unless the second is the reader's own"
     assert store.exists(G, SEGMENTS, ALL, 5 + TTL) == ALL
     assert store.counters.lost == 0
-    assert Source(2, Tier.MEMORY) not in store.sources(G, SEGMENTS, ALL)
+    assert Source(2, ReplicaType.MEMORY) not in store.sources(G, SEGMENTS, ALL)
     store.audit()
     assert store.remove(G, SEGMENTS, ALL, 20) == ALL
     assert store.used_bytes == 0
@@ -257,7 +259,7 @@ def test_a_client_that_returns_is_given_objects_again():
     store.mount(2, 40)
     third = ((StreamId(3), 0, 40),)
     store.put(G, third, ALL, 41)
-    assert store.sources(G, third, ALL)[Source(2, Tier.MEMORY)] == 10 * BLOCK
+    assert store.sources(G, third, ALL)[Source(2, ReplicaType.MEMORY)] == 10 * BLOCK
     store.audit()
 
 

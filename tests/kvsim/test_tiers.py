@@ -9,8 +9,7 @@ from kvsim.invariants import InvariantBroken, check
 from kvsim.links.parcel import LOCAL, POOL, TIERS, Parcel, Site, Tier
 from kvsim.metrics import Events, measure
 from kvsim.pool.client import sites_of
-from kvsim.pool.sources import Source
-from kvsim.pool.sources import Tier as Medium
+from kvsim.pool.sources import ReplicaType, Source
 from kvsim.results import document
 from kvsim.run import decisions_digest, simulation
 from kvsim.scenario import load
@@ -77,7 +76,7 @@ def test_a_share_of_the_pool_is_in_the_own_memory(run):
 
 
 def test_what_comes_from_few_is_told_apart_and_what_comes_from_many_is_not():
-    memory, disk = (lambda client, tier=tier: Source(client, tier) for tier in Medium)
+    memory, disk = (lambda client, kind=kind: Source(client, kind) for kind in ReplicaType)
     few = Counter({memory(3): 5, memory(0): 2, disk(1): 7})
     assert sites_of(few, 0) == {LOCAL: 2, Site(Tier.DISK, 1): 7, Site(Tier.REMOTE, 3): 5}
     many = Counter({memory(client): client + 1 for client in range(6)})
