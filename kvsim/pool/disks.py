@@ -21,7 +21,7 @@ from enum import Enum
 
 from kvcore import runs as runs_of
 from kvcore.eviction.runs import Lineage, Piece
-from kvcore.types import Run, Runs
+from kvcore.types import GroupId, Run, Runs, Segments
 from kvsim.pool.extents import ORDINARY, Extent, Extents
 from kvsim.pool.places import Place, Places, copies_by_segment, phase
 
@@ -108,6 +108,10 @@ class Disks:
     def held(self, lineage: Lineage, start: int, end: int) -> list[Run]:
         """The blocks of [start, end) that are on disk, as runs that may touch."""
         return self._extents.held(lineage, start, end)
+
+    def found(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
+        """The blocks of `runs` that are on disk."""
+        return self._extents.found(group, segments, runs)
 
     def places(self, lineage: Lineage, start: int, end: int) -> list[Place]:
         """Where blocks [start, end), all of them on disk, are: in a place's segments stand those of their client."""

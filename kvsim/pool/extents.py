@@ -71,6 +71,10 @@ class Extents:
         """The blocks of [start, end) that are here, as sorted runs, which may touch."""
         return [(max(start, extent.start), min(end, extent.end)) for extent in self.overlapping(lineage, start, end)]
 
+    def found(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
+        """The blocks of `runs` that are here, by their place in the sequence that `segments` name."""
+        return runs_of.normalize([run for piece in pieces(group, segments, runs) for run in self.held(*piece)])
+
     def add(self, lineage: Lineage, extent: Extent) -> None:
         """Blocks that nothing holds now."""
         extents = self._of.setdefault(lineage, [])

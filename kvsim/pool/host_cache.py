@@ -54,7 +54,7 @@ class HostCache:
 
     def holds(self, names: Names, blocks: GroupRuns) -> GroupRuns:
         """Those that are here, which is no use of them."""
-        return tuple([self._held(GroupId(group), names[group], runs) for group, runs in enumerate(blocks)])
+        return tuple([self._extents.found(GroupId(group), names[group], runs) for group, runs in enumerate(blocks)])
 
     def put(self, names: Names, blocks: GroupRuns) -> None:
         """Keep them; what is here is used, and of what does not fit into all of the cache the head is kept."""
@@ -71,19 +71,11 @@ class HostCache:
         counters = self.counters
         assert counters.put == counters.evicted + sum(count for _, count in counts), counters
 
-    def _held(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
-        found = [
-            (max(start, extent.start), min(end, extent.end))
-            for lineage, start, end in pieces(group, segments, runs)
-            for extent in self._extents.overlapping(lineage, start, end)
-        ]
-        return runs_of.normalize(found)
-
     def _use(self, names: Names, blocks: GroupRuns) -> GroupRuns:
         self._uses += 1
         found: list[Runs] = []
         for group, runs in enumerate(blocks):
-            held = self._held(GroupId(group), names[group], runs)
+            held = self._extents.found(GroupId(group), names[group], runs)
             for lineage, start, end in pieces(GroupId(group), names[group], held):
                 self._extents.cut(lineage, start, end)
                 self._extents.add(lineage, Extent(start, end, 0, self._uses))
@@ -93,7 +85,8 @@ class HostCache:
     def _insert(self, group: GroupId, segments: Segments, runs: Runs) -> None:
         """In the order of the sequence, as far as there is room for once others have gone."""
         size_bytes = self._block_bytes[group]
-        for lineage, start, end in pieces(group, segments, runs_of.subtract(runs, self._held(group, segments, runs))):
+        absent = runs_of.subtract(runs, self._extents.found(group, segments, runs))
+        for lineage, start, end in pieces(group, segments, absent):
             self._evict((end - start) * size_bytes)
             end = min(end, start + (self._capacity_bytes - self.used_bytes) // size_bytes)
             if start < end:

@@ -65,7 +65,7 @@ class PolicyPool(MooncakePool):
         """Make young, and lease as long, what the policy says that these uses reach."""
         if not used or self._policy.reach is Reach.BLOCK:
             return
-        held = self._found(group, segments, ((0, used[-1][1]),))
+        held = self._extents.found(group, segments, ((0, used[-1][1]),))
         reached = list(pieces(group, segments, runs_of.subtract(_up_to_last(used, held), used)))
         self._policy.touch(reached)
         for lineage, start, end in reached:

@@ -92,7 +92,7 @@ class MooncakePool:
         self._tick(now_ns)
         found = self._grant_found(group, segments, runs)
         if self.disks is not None:
-            on_disk = self._on_disk(group, segments, runs_of.subtract(runs, found))
+            on_disk = self.disks.found(group, segments, runs_of.subtract(runs, found))
             self.counters.found_on_disk += runs_of.num_blocks(on_disk)
             found = runs_of.union(found, on_disk)
         self.counters.lookups += 1
@@ -106,8 +106,8 @@ class MooncakePool:
 
     def replicas(self, group: GroupId, segments: Segments, runs: Runs) -> dict[ReplicaType, Runs]:
         """The blocks of `runs` that have a replica of each type; one may have both."""
-        on_disk = () if self.disks is None else self._on_disk(group, segments, runs)
-        return {ReplicaType.MEMORY: self._found(group, segments, runs), ReplicaType.DISK: on_disk}
+        on_disk = () if self.disks is None else self.disks.found(group, segments, runs)
+        return {ReplicaType.MEMORY: self._extents.found(group, segments, runs), ReplicaType.DISK: on_disk}
 
     def get(self, group: GroupId, segments: Segments, runs: Runs, now_ns: int, reader: int | None = None) -> Runs:
         """The blocks of `runs` that can be read now, leased anew; one that was promised and is gone is a late miss.
@@ -126,7 +126,7 @@ class MooncakePool:
     def sources(self, group: GroupId, segments: Segments, runs: Runs, reader: int | None = None) -> Counter[Source]:
         """How many bytes a read of `runs`, all of which are here, gets from whom: memory before disk."""
         size_bytes, read = self._block_bytes[group], Counter[Source]()
-        in_memory = self._found(group, segments, runs)
+        in_memory = self._extents.found(group, segments, runs)
         view = self._memory.view(reader)
         parts = [(ReplicaType.MEMORY, in_memory, self._memory.places)]
         if self.disks is not None:
@@ -179,7 +179,7 @@ class MooncakePool:
                 self._leave(lineage, extent.start, extent.end)
         gone = runs_of.normalize(removed)
         if self.disks is not None:
-            on_disk = self._on_disk(group, segments, runs)
+            on_disk = self.disks.found(group, segments, runs)
             for lineage, start, end in pieces(group, segments, on_disk):
                 self.disks.remove(lineage, start, end)
             self.counters.removed_from_disk += runs_of.num_blocks(runs_of.subtract(on_disk, gone))
@@ -234,20 +234,10 @@ class MooncakePool:
         if self.disks is not None:
             self._promote(self.disks)
 
-    def _found(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
-        """The blocks of `runs` that are here, without granting anything."""
-        held = self._extents.held
-        return runs_of.normalize([run for piece in pieces(group, segments, runs) for run in held(*piece)])
-
-    def _on_disk(self, group: GroupId, segments: Segments, runs: Runs) -> Runs:
-        assert self.disks is not None
-        held = self.disks.held
-        return runs_of.normalize([run for piece in pieces(group, segments, runs) for run in held(*piece)])
-
     def _absent(self, group: GroupId, segments: Segments, runs: Runs) -> Iterator[Piece]:
         """The parts of `runs` that are not here, in the order of the sequence."""
         if self.disks is not None:
-            runs = runs_of.subtract(runs, self._on_disk(group, segments, runs))
+            runs = runs_of.subtract(runs, self.disks.found(group, segments, runs))
         for lineage, start, end in pieces(group, segments, runs):
             for extent in self._extents.overlapping(lineage, start, end):
                 if start < extent.start:
@@ -272,7 +262,7 @@ class MooncakePool:
         self.counters.unreadable += runs_of.num_blocks(in_memory) - runs_of.num_blocks(found)
         if self.disks is None:
             return found
-        on_disk = self._on_disk(group, segments, runs_of.subtract(runs, in_memory))
+        on_disk = self.disks.found(group, segments, runs_of.subtract(runs, in_memory))
         alive = readable(pieces(group, segments, on_disk), self.disks.places, view)
         read = self.disks.read(list(pieces(group, segments, alive)))
         staged = runs_of.normalize((start, end) for _, start, end in read)

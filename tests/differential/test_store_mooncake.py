@@ -53,7 +53,7 @@ class FirstInFirstOut(MooncakePool):
     """A wrong master: reads lease nothing and keep nothing young."""
 
     def _grant_found(self, group, segments, runs):
-        return self._found(group, segments, runs)
+        return self._extents.found(group, segments, runs)
 
 
 class Unpinned(MooncakePool):

@@ -172,14 +172,8 @@ def test_sources_tell_whom_every_byte_is_read_from(memory):
     store.put(G, segments, ((0, 40),), 0)
     sources = store.sources(G, segments, runs)
     assert sources.total() == 36 * BLOCK
-    assert {source.replica_type for source in sources} == {ReplicaType.MEMORY} and {
-        source.client for source in sources
-    } == {
-        0,
-        1,
-        2,
-        3,
-    }
+    assert {source.replica_type for source in sources} == {ReplicaType.MEMORY}
+    assert {source.client for source in sources} == {0, 1, 2, 3}
     assert all(abs(size_bytes - 9 * BLOCK) <= 3 * BLOCK for size_bytes in sources.values()), sources
 
 
