@@ -7,7 +7,7 @@ from importlib.resources.abc import Traversable
 from itertools import filterfalse
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvcore.errors import InvalidArgument, clipped, shown
@@ -76,11 +76,15 @@ def validate(table: type[TableT], data: Mapping[str, Any], origin: str) -> Table
         raise _first_error(table, data, origin, error) from None
 
 
-def one_of(name: str, known: Sequence[str]) -> str:
-    """`name`, if it is a known one."""
-    if name not in known:
-        raise ValueError(hint(name, known))
-    return name
+def one_of(known: Sequence[str]) -> AfterValidator:
+    """Marks a text that is one of the known ones."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(hint(name, known))
+        return name
+
+    return AfterValidator(check)
 
 
 def hint(name: str, known: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field, PlainValidator, field_validator
+from pydantic import Field, PlainValidator
 
 from kvsim import catalog, toml
 from kvsim.config.retention import interval
@@ -13,23 +13,13 @@ from kvsim.toml import Count, PositiveCount, PositiveRatio, Ratio, Table
 class ModelChoice(Table):
     """A model of the catalogue."""
 
-    name: str
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return toml.one_of(name, catalog.llm_models())
+    name: Annotated[str, toml.one_of(catalog.llm_models())]
 
 
 class DeviceChoice(Table):
     """A device of the catalogue."""
 
-    name: str
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return toml.one_of(name, catalog.devices())
+    name: Annotated[str, toml.one_of(catalog.devices())]
 
 
 ROUTINGS = ("round_robin", "least_loaded", "session_affinity", "prefix_aware", "pool_aware")
@@ -40,12 +30,7 @@ class ClusterConfig(Table):
     """Identical instances behind one router."""
 
     instances: Annotated[PositiveCount, Field(le=65_536)]
-    routing: str = "round_robin"
-
-    @field_validator("routing")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return toml.one_of(name, ROUTINGS)
+    routing: Annotated[str, toml.one_of(ROUTINGS)] = "round_robin"
 
 
 class RoutingConfig(Table):
@@ -66,6 +51,7 @@ class RoutingConfig(Table):
 
 ROOFLINE, TABLE, AICONFIGURATOR = "roofline", "table:", "aiconfigurator"
 """What says how long a step takes; after TABLE comes the name of one."""
+STEP_TIMES = (ROOFLINE, AICONFIGURATOR, *(TABLE + table for table in catalog.step_tables()))
 
 
 class EngineConfig(Table):
@@ -76,7 +62,7 @@ class EngineConfig(Table):
     """Ranks that share the work of a step; the instance is one engine to the scheduler, with the memory of them all."""
     enable_expert_parallel: bool = False
     """Experts lie on all tensor x data parallel GPUs, each whole; otherwise each is cut over them."""
-    step_time: str = ROOFLINE
+    step_time: Annotated[str, toml.one_of(STEP_TIMES)] = ROOFLINE
     """What says how long a step takes: `roofline`, `table:NAME` or `aiconfigurator`; see docs/STEP_TIMES.md."""
     block_size: PositiveCount = 16
     """Tokens in a block, at least: some models' kernels need larger ones, and a recurrent state fits into a block."""
@@ -96,11 +82,6 @@ class EngineConfig(Table):
     prefix_cache_retention_interval: Annotated[int | None, PlainValidator(interval)] = 0
     """Tokens between the lengths at which groups with windows or recurrent states stay resumable in the GPU prefix
     cache; 0: where a prompt can be sent again and where prefixes part, "all": every one."""
-
-    @field_validator("step_time")
-    @classmethod
-    def _known_step_time(cls, name: str) -> str:
-        return toml.one_of(name, [ROOFLINE, AICONFIGURATOR, *(TABLE + table for table in catalog.step_tables())])
 
     @property
     def num_gpus(self) -> int:

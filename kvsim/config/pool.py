@@ -42,7 +42,7 @@ class PoolConfig(Table):
     """Host memory each instance gives to the pool."""
     segments_per_instance: Annotated[PositiveCount, Field(le=1_024)] = 1
     """In how many segments of one size that is, each of a client of its own: as many as ranks, say."""
-    allocation_strategy: str = "random"
+    allocation_strategy: Annotated[str, toml.one_of(STRATEGIES)] = "random"
     """`allocation_strategy`: which segment an object goes to; `cxl` and `ssd_free_ratio_first` are not simulated."""
     replica_num: PositiveCount = 1
     """`replica_num` of a put: copies, in segments of their own; fewer where there is no room for more."""
@@ -87,7 +87,7 @@ class PoolConfig(Table):
     """`default_kv_lease_ttl`: an object found by a lookup is not evicted for this long."""
     eviction_high_watermark_ratio: PositiveRatio = 0.9
     eviction_ratio: PositiveRatio = 0.05
-    eviction: str = "mooncake"
+    eviction: Annotated[str, toml.one_of(EVICTIONS)] = "mooncake"
     """Which of the objects that may go goes first: the one the master takes, or (what if) another policy's choice."""
     retention_interval: Annotated[Retention, PlainValidator(retention)] = None
     """Tokens between the boundaries that a writer of a sparse group keeps, of all groups or of each; "all" keeps every
@@ -102,32 +102,12 @@ class PoolConfig(Table):
     theirs from in turn. It outlasts the session."""
     allow_evict_soft_pinned_objects: bool = True
     """Whether soft-pinned objects go when the others do not suffice."""
-    admission: str = "all"
+    admission: Annotated[str, toml.one_of(ADMISSIONS)] = "all"
     """Which blocks are stored: all, those had before (`second_touch`), or those `cheaper` to fetch than to compute."""
-    loading: str = "always"
+    loading: Annotated[str, toml.one_of(LOADINGS)] = "always"
     """Which hits are loaded: all, those `cheaper` to fetch than to compute, or also those that are there `in_time`."""
     load_budget_ms: Annotated[Count | None, Field(validate_default=True)] = None
     """How long after the request was first considered a load is in time, if it is alone on its link."""
-
-    @field_validator("allocation_strategy")
-    @classmethod
-    def _known_strategy(cls, name: str) -> str:
-        return toml.one_of(name, STRATEGIES)
-
-    @field_validator("eviction")
-    @classmethod
-    def _known_eviction(cls, name: str) -> str:
-        return toml.one_of(name, EVICTIONS)
-
-    @field_validator("admission")
-    @classmethod
-    def _known_admission(cls, name: str) -> str:
-        return toml.one_of(name, ADMISSIONS)
-
-    @field_validator("loading")
-    @classmethod
-    def _known_loading(cls, name: str) -> str:
-        return toml.one_of(name, LOADINGS)
 
     @field_validator("offload_on_evict", "promotion_on_hit")
     @classmethod

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from kvsim import toml
 from kvsim.config.mode import Mode
@@ -20,7 +20,7 @@ Scale = Annotated[float, Field(ge=0, le=100)]
 class AgenticWorkload(Mode):
     """Sessions that never shrink: turn t's prompt is all before it plus `turn_len` new tokens."""
 
-    generator: str
+    generator: Annotated[str, toml.one_of(GENERATORS)]
     sessions: PositiveCount
     turns: PositiveCount
     common_len: Count
@@ -34,11 +34,6 @@ class AgenticWorkload(Mode):
     """Pause between an answer and the session's next turn."""
     start_spread_s: Annotated[float, Field(ge=0)] = 0.0
     """Sessions start uniformly at random in [0, start_spread_s); 0 starts all at once."""
-
-    @field_validator("generator")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return toml.one_of(name, GENERATORS)
 
 
 class CodexWorkload(Mode):

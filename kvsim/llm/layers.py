@@ -1,8 +1,9 @@
 """What every kind of attention layer answers, and the grouped-query one."""
 
 from abc import abstractmethod
+from typing import Annotated
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
 from kvcore.errors import require
 from kvcore.spec import ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
@@ -52,7 +53,7 @@ def share(num_heads: int, tp: int) -> int:
 class GroupedQuery(AttentionLayers):
     """MHA, MQA, GQA: a K and a V per KV head; over all earlier tokens, a window of them, or the own chunk."""
 
-    kind: str
+    kind: Annotated[str, toml.one_of(KINDS)]
     num_heads: PositiveCount
     num_kv_heads: PositiveCount
     head_dim: PositiveCount
@@ -62,11 +63,6 @@ class GroupedQuery(AttentionLayers):
     """The query projection also makes a gate for the output, of the same size."""
     k_is_v: bool = False
     """One projection makes K and V, which are kept apart."""
-
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, kind: str) -> str:
-        return toml.one_of(kind, KINDS)
 
     @model_validator(mode="after")
     def _one_kind(self) -> "GroupedQuery":
