@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from kvsim.clock import PS_PER_S, Clock
+from kvsim.clock import PS_PER_S, PS_PER_US, Clock
 from kvsim.config.links import HostConfig, LinkConfig, NetworkConfig
 from kvsim.links.fair_link import FairLink
 from kvsim.links.machines import Hardware, network_paths
@@ -152,7 +152,7 @@ def _rate(network: NetworkConfig, host: HostConfig, parcel: Parcel, site: Site =
 def _link_rate(size_bytes: int) -> float:
     """The same over `[link]` as it is by default."""
     clock, config = Clock(), LinkConfig()
-    FairLink(clock, config.latency_us * 1_000_000, config.bandwidth_bytes_per_s).transfer(size_bytes, _nothing)
+    FairLink(clock, config.latency_us * PS_PER_US, config.bandwidth_bytes_per_s).transfer(size_bytes, _nothing)
     clock.run()
     return size_bytes * PS_PER_S / clock.now_ps
 

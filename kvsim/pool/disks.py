@@ -22,6 +22,7 @@ from enum import Enum
 from kvcore import runs as runs_of
 from kvcore.eviction.runs import Lineage, Piece
 from kvcore.types import GroupId, Run, Runs, Segments
+from kvcore.units import NS_PER_S, div_ceil
 from kvsim.pool.extents import ORDINARY, Extent, Extents
 from kvsim.pool.places import Place, Places, copies_by_segment, phase
 
@@ -54,7 +55,7 @@ class Promotion:
 
     admission_threshold: int = 2
     max_per_heartbeat: int = 1
-    heartbeat_ns: int = 10 * 10**9
+    heartbeat_ns: int = 10 * NS_PER_S
 
 
 class Disks:
@@ -146,7 +147,7 @@ class Disks:
                 stop = min(place.end, place.start + most)
                 if place.start < stop:
                     read.append((lineage, place.start, stop))
-                    share = -(-(stop - place.start) // len(place.ring))
+                    share = div_ceil(stop - place.start, len(place.ring))
                     left_bytes -= share * self._block_bytes[lineage[0]]
         for piece in read:
             self._use(*piece)
@@ -211,7 +212,7 @@ class Disks:
             if oldest is None:
                 break
             _, negative_end, start, lineage = oldest
-            count = min(-negative_end - start, -(-missing_bytes // self._block_bytes[lineage[0]]))
+            count = min(-negative_end - start, div_ceil(missing_bytes, self._block_bytes[lineage[0]]))
             self.remove(lineage, -negative_end - count, -negative_end)
             self.num_evicted += count
             missing_bytes -= count * self._block_bytes[lineage[0]]

@@ -21,7 +21,7 @@ from enum import Enum
 from kvcore import runs as runs_of
 from kvcore.eviction.runs import Lineage
 from kvcore.types import GroupId, Run, Runs
-from kvcore.units import NS_PER_S
+from kvcore.units import NS_PER_S, div_ceil
 from kvsim.pool.places import Place, Places, Ring, copies_by_segment, phase
 from kvsim.pool.sources import View
 
@@ -163,7 +163,7 @@ class SegmentedMemory(Memory):
         while free and placed < num_blocks:
             ring, copies, count = self._deal(free, num_blocks - placed, None)
             placed += count
-            most = copies * -(-count // len(ring))
+            most = copies * div_ceil(count, len(ring))
             free = {i: left - (most if i in ring else 0) for i, left in free.items()}
             free = {i: left for i, left in free.items() if left > 0}
         return placed

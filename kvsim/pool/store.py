@@ -26,6 +26,7 @@ from kvcore import runs as runs_of
 from kvcore.eviction.runs import Lineage, Piece
 from kvcore.hints import NO_HINTS, Hints, Pin
 from kvcore.types import GroupId, Run, Runs, Segments
+from kvcore.units import div_ceil
 from kvsim.clock import PS_PER_NS
 from kvsim.pool.counters import PoolCounters
 from kvsim.pool.disks import Disks, Offload, Unwritten
@@ -389,4 +390,4 @@ class MooncakePool:
 
 
 def _ceil_share(num_objects: int, share: Fraction) -> int:
-    return min(num_objects, -(-num_objects * share.numerator // share.denominator))
+    return min(num_objects, div_ceil(num_objects * share.numerator, share.denominator))

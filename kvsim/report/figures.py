@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvcore.units import div_ceil
 from kvsim.report import series
 from kvsim.report.capacity_figure import capacity
 from kvsim.report.parts import (
@@ -208,7 +209,7 @@ def _balance(runs: Sequence[RunSeries], name: str, title: str, label: str, text:
 
 def grouped(values: Values, max_bars: int = MAX_BARS) -> tuple[list[int], Values]:
     """(first instance, mean) of groups of equal size, no more than `max_bars` of them; of one each where that fits."""
-    size_instances = -(-len(values) // max_bars)
+    size_instances = div_ceil(len(values), max_bars)
     first = np.arange(0, len(values), size_instances)
     counts = np.diff(np.append(first, len(values)))
     return first.tolist(), np.add.reduceat(values, first) / counts

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from kvcore.errors import InvalidArgument, require
+from kvcore.units import div_ceil
 from kvsim.workload.agentic import random_stream
 from kvsim.workload.builder import TraceBuilder
 from kvsim.workload.fields import MAX_SPAN_S, MAX_TOKENS, PS_PER_S, seconds_to_ps
@@ -99,7 +100,7 @@ def _drawn(num_recorded: int, how: Resample, seed: int) -> list[int]:
     if how.draw == "independent":
         independent: list[int] = random.integers(num_recorded, size=how.sessions).tolist()
         return independent
-    rounds = -(-how.sessions // num_recorded)
+    rounds = div_ceil(how.sessions, num_recorded)
     last = random.permutation(num_recorded)[: how.sessions - (rounds - 1) * num_recorded]
     drawn = np.concatenate((np.tile(np.arange(num_recorded), rounds - 1), last))
     chosen: list[int] = random.permutation(drawn).tolist()
