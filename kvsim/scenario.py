@@ -105,7 +105,8 @@ class Scenario(Table):
             raise ValueError("[pool] beside [[faults]]")
         for fault in self.faults:
             if fault.instance >= self.cluster.instances:
-                raise ValueError(f"faults.instance below {self.cluster.instances} (cluster.instances)")
+                below = self.cluster.instances
+                raise ValueError(f"faults.instance below {below} (cluster.instances), not {fault.instance}")
 
     def _check_groups(self) -> None:
         try:

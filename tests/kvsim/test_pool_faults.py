@@ -86,7 +86,7 @@ def test_mistakes_are_told(scenario, settings, message):
 
 
 def test_a_fault_is_of_an_instance_that_there_is(scenario):
-    with pytest.raises(InvalidToml, match=r"expected faults.instance below 4"):
+    with pytest.raises(InvalidToml, match=r"expected faults.instance below 4 \(cluster.instances\), not 4"):
         scenario(faults=fault("dies", 1, 4))
 
 
