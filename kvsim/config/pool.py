@@ -109,7 +109,7 @@ class PoolConfig(Table):
     load_budget_ms: Annotated[Count | None, Field(validate_default=True)] = None
     """How long after the request was first considered a load is in time, if it is alone on its link."""
 
-    @field_validator("offload_on_evict", "promotion_on_hit")
+    @field_validator("offload_on_evict", "offload_force_evict", "promotion_on_hit")
     @classmethod
     def _has_a_disk(cls, wanted: object, others: ValidationInfo) -> object:
         if wanted and not others.data.get("enable_offload"):

@@ -76,6 +76,7 @@ def test_a_scenario_names_segments_and_disks_as_mooncake_does(scenario):
     [
         ("pool.allocation_strategy=cxl", r"expected one of random, free_ratio_first, local_first"),
         ("pool.offload_on_evict=true", r"pool.offload_on_evict = True: expected false, or pool.enable_offload = true"),
+        ("pool.offload_force_evict=true", r"pool.offload_force_evict = True: expected false, or pool.enable_offload"),
         ("pool.promotion_on_hit=true", r"pool.promotion_on_hit = True: expected false, or pool.enable_offload = true"),
         ("pool.replica_num=0", r"pool.replica_num = 0: expected greater than 0"),
     ],
