@@ -26,19 +26,14 @@ def make_paths(scenario: Scenario, clock: Clock) -> tuple[Path, ...]:
 
 def make_threads(scenario: Scenario, clock: Clock) -> tuple[IoThreads, IoThreads]:
     """Those of one instance that load, and those that store."""
-    config = scenario.link or scenario.network
+    config, num_ranks = scenario.link or scenario.network, scenario.engine.data_parallel_size
 
     def threads(of_a_rank: int | None) -> IoThreads:
-        return IoThreads(clock, None if of_a_rank is None else of_a_rank * scenario.engine.data_parallel_size)
+        return IoThreads(clock, None if of_a_rank is None else of_a_rank * num_ranks)
 
-    return (
-        (threads(None), threads(None))
-        if config is None
-        else (
-            threads(config.load_threads),
-            threads(config.store_threads),
-        )
-    )
+    if config is None:
+        return threads(None), threads(None)
+    return threads(config.load_threads), threads(config.store_threads)
 
 
 def hardware(scenario: Scenario) -> Hardware:
