@@ -69,7 +69,7 @@ class Memory:
         self._segments_per_client = segments_per_client
         self._ring: Ring = tuple(range(num_clients * segments_per_client))
 
-    def room(self, group: GroupId, num_blocks: int, writer: int | None) -> int:
+    def room(self, group: GroupId, num_blocks: int) -> int:
         """How many of so many new blocks find room."""
         return min(num_blocks, (self.capacity_bytes - self.used_bytes) // self._block_bytes[group])
 
@@ -154,7 +154,7 @@ class SegmentedMemory(Memory):
         """Bytes of the segment that are taken."""
         return self._used[segment]
 
-    def room(self, group: GroupId, num_blocks: int, writer: int | None) -> int:
+    def room(self, group: GroupId, num_blocks: int) -> int:
         """How many of so many new blocks find room; with more than one copy it may be a few less than could be."""
         free = self._free(group)
         if self._replica_num == 1:

@@ -155,7 +155,7 @@ class MooncakePool:
         self._tick(now_ns)
         absent = list(self._absent(group, segments, runs))
         num_absent = sum([end - start for _, start, end in absent])
-        while (room := self._memory.room(group, num_absent, writer)) < num_absent and self._evict():
+        while (room := self._memory.room(group, num_absent)) < num_absent and self._evict():
             pass
         rejected: Runs = ()
         if room < num_absent:
@@ -360,7 +360,7 @@ class MooncakePool:
         for lineage, start, end in disks.promoted(self._now_ns):
             held = runs_of.normalize(self._extents.held(lineage, start, end))
             for absent, stop in runs_of.subtract(((start, end),), held):
-                stop = absent + self._memory.room(lineage[0], stop - absent, None)
+                stop = absent + self._memory.room(lineage[0], stop - absent)
                 for first, last in self._memory.fill(lineage, absent, stop, None):
                     self._extents.add(lineage, Extent(first, last, self._now_ns, self._grants))
                     promoted += last - first

@@ -43,7 +43,7 @@ def test_no_segment_overflows_and_what_is_given_back_is_free(clients, blocks, st
         if frees and held:
             memory.free(*held.pop())
         elif size:
-            room = memory.room(G, size, writer % clients)
+            room = memory.room(G, size)
             filled = num_blocks(memory.fill(lineage(index), 0, size, writer % clients))
             assert filled >= room if copies == 1 else filled >= min(room, 1)
             if filled < size:
