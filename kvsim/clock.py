@@ -108,3 +108,7 @@ class Clock:
     def run(self) -> None:
         """Run until no action is left."""
         self._env.run()
+
+
+def nothing() -> None:
+    """The action where nobody waits, or only the time matters."""

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from kvcore.units import div_ceil
-from kvsim.clock import PS_PER_S, Action, Clock
+from kvsim.clock import PS_PER_S, Action, Clock, nothing
 from kvsim.links.drive import Drive
 from kvsim.links.fair_link import FairLink
 from kvsim.links.network import Link, Network, Route
@@ -137,7 +137,7 @@ class LinkPath:
 
     def spill(self, parcel: Parcel) -> None:
         """See `Path.spill`."""
-        self.drives[self.index].write(parcel.size_bytes, parcel.num_objects, _nothing)
+        self.drives[self.index].write(parcel.size_bytes, parcel.num_objects, nothing)
 
     def links(self) -> Iterator[tuple[str, SharedLink]]:
         """See `Path.links`."""
@@ -243,7 +243,7 @@ class NetworkPath:
     def spill(self, parcel: Parcel) -> None:
         """See `Path.spill`."""
         assert self._own.drive is not None, parcel
-        self._own.drive.write(parcel.size_bytes, parcel.num_objects, _nothing)
+        self._own.drive.write(parcel.size_bytes, parcel.num_objects, nothing)
 
     def links(self) -> Iterator[tuple[str, SharedLink]]:
         """See `Path.links`; what lies between is the first instance's."""
@@ -326,7 +326,3 @@ class NetworkPath:
         assert self._costs.staging_chunk_bytes is not None
         chunk_bytes = min(parcel.size_bytes, self._costs.staging_chunk_bytes)
         self._clock.after(div_ceil(chunk_bytes * PS_PER_S, self._own.host_in.bandwidth_bytes_per_s), on_done)
-
-
-def _nothing() -> None:
-    """Nobody waits."""

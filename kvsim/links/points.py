@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from kvsim.clock import PS_PER_S, PS_PER_US, Clock
+from kvsim.clock import PS_PER_S, PS_PER_US, Clock, nothing
 from kvsim.config.links import HostConfig, LinkConfig, NetworkConfig
 from kvsim.links.fair_link import FairLink
 from kvsim.links.machines import Hardware, network_paths
@@ -144,7 +144,7 @@ def _rate(network: NetworkConfig, host: HostConfig, parcel: Parcel, site: Site =
     clock = Clock()
     path = network_paths(clock, Hardware(2, num_ranks, num_ranks, NIC_400G, PCIE_5), network, host)[0]
     thread_ps = path.thread_ps(site, parcel)
-    path.fetch(site, parcel, _nothing)
+    path.fetch(site, parcel, nothing)
     clock.run()
     return parcel.size_bytes * PS_PER_S / (thread_ps + clock.now_ps)
 
@@ -152,10 +152,6 @@ def _rate(network: NetworkConfig, host: HostConfig, parcel: Parcel, site: Site =
 def _link_rate(size_bytes: int) -> float:
     """The same over `[link]` as it is by default."""
     clock, config = Clock(), LinkConfig()
-    FairLink(clock, config.latency_us * PS_PER_US, config.bandwidth_bytes_per_s).transfer(size_bytes, _nothing)
+    FairLink(clock, config.latency_us * PS_PER_US, config.bandwidth_bytes_per_s).transfer(size_bytes, nothing)
     clock.run()
     return size_bytes * PS_PER_S / clock.now_ps
-
-
-def _nothing() -> None:
-    """The clock stands at the end."""

@@ -15,7 +15,7 @@ from kvcore.group_runs import GroupRuns, count_blocks, minus, plus
 from kvcore.holding import Holding
 from kvcore.plans import Load, Lookup, Store
 from kvcore.types import GroupId, Runs, Segments
-from kvsim.clock import PS_PER_NS, Action, Clock
+from kvsim.clock import PS_PER_NS, Action, Clock, nothing
 from kvsim.events import EventLog, Kind
 from kvsim.links.parcel import HOST, LOCAL, POOL, TIERS, Packing, Parcel, Site, Tier, divided
 from kvsim.links.paths import Path
@@ -150,7 +150,7 @@ class PoolClient:
         self._wakes.discard((sequence, at_ns))
         assert sequence.kv is not None
         if sequence.kv.reconsider_at_ns == at_ns:
-            self._engine.post(_nothing)
+            self._engine.post(nothing)
 
     def _answer(self, sequence: Sequence, plan: Lookup, near: GroupRuns | None, far: GroupRuns) -> None:
         found = self._per_group(self._store.exists, sequence, far)
@@ -341,7 +341,3 @@ def _by_client(read: tuple[Source, int]) -> tuple[int, str]:
 def _begin(move: Move, shipments: list[Shipment], on_done: Action) -> None:
     for site, parcel in shipments:
         move(site, parcel, on_done)
-
-
-def _nothing() -> None:
-    """Only the wake-up matters."""
