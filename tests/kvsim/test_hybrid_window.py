@@ -1,11 +1,11 @@
-"""The shipped scenario of a model with windows: the pool keeps their tails and nothing else of them."""
+"""What a pool keeps of models with several groups: of windows their tails, of recurrent states the last boundary."""
 
 import pytest
 
 from kvcore.group_runs import minus
 from kvcore.masks import store_runs
 from kvcore.runs import num_blocks
-from kvcore.spec import SlidingWindow
+from kvcore.spec import Recurrent, SlidingWindow
 from kvsim.invariants import check
 from kvsim.run import simulation
 from kvsim.scenario import load
@@ -51,3 +51,31 @@ def test_a_pool_that_keeps_every_boundary_is_told_apart(done):
     run.run()
     with pytest.raises(AssertionError):
         test_windows_weigh_little_in_the_pool(run)
+
+
+# --- recurrent states -------------------------------------------------------------------------------------------------
+
+
+def states_stored(*settings):
+    """(blocks stored of each state group, last whole block of the prompt) of each request, and their run."""
+    small = ["model.name=nemotron-3-nano-30b-a3b", "workload.sessions=6", "workload.turns=4", *settings]
+    scenario = load("hybrid-window", small)
+    run = simulation(scenario, trace_of(scenario))
+    run.run()
+    assert check(run) == "ok"
+    states = [(at, spec.block_size) for at, spec in enumerate(scenario.kv_model.groups) if isinstance(spec, Recurrent)]
+    assert len(states) == 4
+    found = [
+        (sequence.kv.decisions.stored[at], sequence.input_len // size)
+        for sequence in run.cluster.sequences
+        for at, size in states
+    ]
+    return found, run
+
+
+def test_of_recurrent_states_the_last_boundary_of_each_prompt_is_stored():
+    found, run = states_stored()
+    assert all(stored == ((end - 1, end),) for stored, end in found)
+    assert any(decision.external_hit_len for decision in run.decisions()), "and is enough to hit"
+    every, _ = states_stored('pool.retention_interval="all"')
+    assert any(stored != ((end - 1, end),) for stored, end in every)
