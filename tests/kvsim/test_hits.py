@@ -196,6 +196,13 @@ def test_fifo_and_the_oracle_on_the_conversation_trace_are_exact(conversation):
     assert opt.policies["opt"][1].hit_tokens == opt.infinite.hit_tokens == 54_098_411
 
 
+def test_three_million_tokens_reach_less_than_half_of_what_is_ideal_and_fifty_nearly_all(conversation):
+    """As Mooncake's paper says of local caches (FAST 2025), of whose traces this is one."""
+    report = hits(conversation, [tokens // 512 for tokens in (3_000_000, 50_000_000)])
+    small, large = (curve.hit_tokens / report.infinite.hit_tokens for curve in report.policies["lru"])
+    assert small == pytest.approx(0.371, abs=5e-4) and large == pytest.approx(0.992, abs=5e-4)
+
+
 @pytest.mark.slow
 def test_what_returns_is_worth_more_than_what_is_new_on_the_conversation_trace(conversation):
     """Of a small cache; and by content alone, as the trace names no sessions."""
