@@ -95,10 +95,13 @@ def test_machines_did_what_they_did(tiered):
     done, run = tiered
     assert np.allclose((run.gpu_busy * np.diff(run.edges_ps)).sum(axis=1), run.balance.busy * run.end_ps)
     assert run.balance.requests.sum() == run.metrics["requests_completed"]
+    served = [life[Kind.FINISHED][2] for life in lives(done.log).values()]
+    assert run.balance.requests.tolist() == [served.count(instance) for instance in range(3)]
+    steps = done.log.usage.steps.columns()
     for instance, busy in zip(done.instances, run.balance.busy, strict=True):
-        steps = done.log.usage.steps.columns()
         mine = steps["instance"] == instance.index
         assert busy == pytest.approx((steps["end_ps"] - steps["start_ps"])[mine].sum() / run.end_ps)
+        assert run.balance.computed_tokens[instance.index] == steps["computed_tokens"][mine].sum() > 0
     fill = run.fills[0]
     assert fill.used_bytes.max() <= done.pool.store.used_bytes <= fill.capacity_bytes
 
