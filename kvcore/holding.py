@@ -104,7 +104,9 @@ class Holding:
 
 
 class Pin(Holding):
-    """Some blocks of a holding, for a reader that may outlive it; none of them is pinned twice without identity."""
+    """Some blocks of a holding, for a reader that may outlive it; one without identity, of which there are some at
+    first, is pinned once.
+    """
 
     __slots__ = ("_blanks", "_lender", "num_inherited")
 
@@ -114,10 +116,9 @@ class Pin(Holding):
         self._lender = lender
         self.num_inherited = 0
         """Blocks without identity that the lender has given up."""
-        if self._blanks:
-            assert subtract(self._blanks, lender.blanks) == (), (run, lender.blanks)
-            assert not any(intersect(self._blanks, pin.blanks) for pin in lender.lent), run
-            lender.lent.append(self)
+        assert self._blanks and subtract(self._blanks, lender.blanks) == (), (run, lender.blanks)
+        assert not any(intersect(self._blanks, pin.blanks) for pin in lender.lent), run
+        lender.lent.append(self)
 
     @property
     def blanks(self) -> Runs:

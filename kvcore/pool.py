@@ -145,6 +145,8 @@ class BlockPool:
         spans = [(lane, max(a, start), min(b, end)) for lane, a, b in holding.spans if a < end and start < b]
         for span in spans:
             self._take(span)
+        if sum([b - a for _, a, b in spans]) == end - start:
+            return Holding(holding.group, spans, start, end)
         return Pin(holding, spans, run)
 
     def reset(self) -> bool:
