@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from kvcore.spec import FullAttention, ModelSpec
+from kvcore.spec import FullAttention
 from kvcore.units import div_ceil
 from kvsim.llm.cache import CacheOptions, LayerCache, LayerWork, State
 from kvsim.llm.dtypes import KV_BYTES, WEIGHT_BITS, KVCacheDtype, WeightDtype
@@ -184,12 +184,6 @@ class LlmModel(Table):
         options = options._replace(block_size=self._block_size(options))
         side_by_side = any(isinstance(layer, Compressed) for layer in self.attention)
         return kv_groups(self._layer_caches(options), Pages.SIDE_BY_SIDE if side_by_side else Pages.EQUAL)
-
-    def kv_spec(
-        self, block_size: int, tensor_parallel_size: int = 1, kv_cache_dtype: KVCacheDtype | None = None
-    ) -> ModelSpec:
-        """The same groups for kvcore."""
-        return ModelSpec(tuple(g.spec for g in self.kv_groups(block_size, tensor_parallel_size, kv_cache_dtype)))
 
     def sequence_bytes(self, num_tokens: int, bits: int | None = None) -> int:
         """KV of a sequence by the published formula: elements of `bits` each, of all ranks, without blocks and scales.
