@@ -25,12 +25,13 @@ class Parallel(NamedTuple):
         """Ranks of the instance."""
         return self.tensor * self.data
 
-    def busiest(self, total: int, largest: int) -> int:
-        """What the busiest data parallel rank has, when parts, one of them the `largest`, are dealt out evenly."""
-        return max(largest, div_ceil(total, self.data))
-
 
 ONE_GPU = Parallel()
+
+
+def busiest(total: int, largest: int, num_ranks: int) -> int:
+    """What the busiest rank has, when parts of which one is the `largest` are dealt out as evenly as can be."""
+    return max(largest, div_ceil(total, num_ranks))
 
 
 class Collectives:

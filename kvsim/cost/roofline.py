@@ -21,7 +21,7 @@ from kvsim.catalog import Device
 from kvsim.clock import PS_PER_NS
 from kvsim.cost.attention import ATTENTION_DTYPE, Attention
 from kvsim.cost.experts import ExpertLayers
-from kvsim.cost.parallel import ONE_GPU, Collectives, Parallel
+from kvsim.cost.parallel import ONE_GPU, Collectives, Parallel, busiest
 from kvsim.cost.rates import Rates
 from kvsim.cost.step_time import DecodeLine, PrefillChunk
 from kvsim.llm.cache import LayerWork
@@ -124,12 +124,12 @@ class Roofline:
         total, ranks = sum(lengths), self._parallel.data
         if ranks == 1:
             return Work(total, num_decodes, len(chunks), total, num_decodes)
-        own = self._parallel.busiest(total, max(lengths, default=0))
+        own = busiest(total, max(lengths, default=0), ranks)
         return Work(own, div_ceil(num_decodes, ranks), div_ceil(len(chunks), ranks), total, num_decodes)
 
     def _chunks_ps(self, chunks: Sequence[PrefillChunk]) -> int:
         times_ps = [self._attention.chunk_ps(context, new) for context, new in chunks]
-        return self._parallel.busiest(sum(times_ps), max(times_ps))
+        return busiest(sum(times_ps), max(times_ps), self._parallel.data)
 
     def _dense_ps(self, work: Work) -> int:
         """All but attention; weights are read once for both phases."""

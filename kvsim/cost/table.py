@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from kvcore.units import div_ceil
 from kvsim.cost.grid import Grid
+from kvsim.cost.parallel import busiest
 from kvsim.cost.step_time import DecodeLine, PrefillChunk
 
 
@@ -58,19 +59,15 @@ class TableSteps:
 
     def _mixture_ps(self, chunks: Sequence[PrefillChunk], num_decodes: int, decode_context: int) -> int:
         at = self._prefill.at
-        lengths = [new for _, new in chunks]
-        dense_ps = at(self._busiest(sum(lengths) + num_decodes, max(lengths)), 0)
+        lengths, ranks = [new for _, new in chunks], self._data_parallel_size
+        dense_ps = at(busiest(sum(lengths) + num_decodes, max(lengths), ranks), 0)
         rises_ps = [max(0, at(new, context_len) - at(new, 0)) for context_len, new in chunks]
-        context_ps = self._busiest(sum(rises_ps), max(rises_ps))
+        context_ps = busiest(sum(rises_ps), max(rises_ps), ranks)
         if num_decodes:
             bare_ps = self._decode_ps(num_decodes, 0)
             dense_ps = max(dense_ps, bare_ps)
             context_ps += max(0, self._decode_ps(num_decodes, decode_context) - bare_ps)
         return dense_ps + context_ps
-
-    def _busiest(self, total: int, largest: int) -> int:
-        """What the busiest rank has, when parts of which one is the `largest` are dealt out as evenly as can be."""
-        return max(largest, div_ceil(total, self._data_parallel_size))
 
     def _decode_lines(self, num_decodes: int) -> tuple[list[int], list[DecodeLine]]:
         """By the total context that each piece starts at."""
