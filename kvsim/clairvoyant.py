@@ -2,7 +2,7 @@
 
 A request needs the first block of a stream no later than any other of it, so that what is needed last is the end of
 some stream, and what is held of a stream is its first blocks. A cache is then one number for each stream, and an
-eviction takes the end of a run, whatever its blocks count. Block for block it is `kvcore.eviction.opt`.
+eviction takes the end of a run, whatever its blocks count. (Belady, "A study of replacement algorithms", 1966.)
 """
 
 from collections import defaultdict

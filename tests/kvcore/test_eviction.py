@@ -13,9 +13,9 @@ from kvcore.errors import InvalidArgument
 from kvcore.eviction.fifo import Fifo
 from kvcore.eviction.leaf_first import LeafFirst
 from kvcore.eviction.lru import Lru
-from kvcore.eviction.opt import OracleOpt
 from kvcore.eviction.policy import BoundedCache, Order
 from kvcore.eviction.session_aware import MAX_TURN, SessionAware, SessionAwareRuns
+from tests.kvcore.oracle_opt import OracleOpt
 
 uses = st.lists(st.integers(0, 5), max_size=30)
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from kvcore.errors import InvalidArgument
 from kvcore.eviction.fifo import Fifo
 from kvcore.eviction.lru import Lru
-from kvcore.eviction.opt import OracleOpt
 from kvcore.eviction.policy import Order
 from kvsim.hits import CURVES, Accesses, CapacityHits, hits, replayed
 from kvsim.workload import mooncake
 from kvsim.workload.agentic import Agentic, generate
 from kvsim.workload.builder import TraceBuilder
 from kvsim.workload.prefix_tree import PrefixTree
+from tests.kvcore.oracle_opt import OracleOpt
 from tests.support import PROJECT, shared_data
 
 GRANULE_LEN = 4

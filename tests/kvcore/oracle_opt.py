@@ -1,4 +1,4 @@
-"""The bound no policy can beat: evict what is needed last (Belady, "A study of replacement algorithms", 1966)."""
+"""Belady's bound block by block: evict what is needed last. `kvsim.clairvoyant` has it on runs."""
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
