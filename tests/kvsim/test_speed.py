@@ -85,7 +85,7 @@ def test_work_is_linear_in_requests(monkeypatch):
 
 
 def test_a_request_costs_no_more_calls_than_it_did():
-    # 1,154 on 2026-11-30 with Python 3.11. Who makes it dearer knows why, and says so here and in docs/PERFORMANCE.md.
+    # 1,142 on 2026-11-30 with Python 3.11. Who makes it dearer knows why, and says so here and in docs/PERFORMANCE.md.
     assert calls_per_request() < 1_250
 
 
